@@ -31,13 +31,9 @@ def test_bars_are_measured_model_states_and_markers_the_formula(measured: Any) -
     tops: dict[float, float] = {}
     for bar in axes.patches:
         tops[bar.get_x()] = max(tops.get(bar.get_x(), 0.0), bar.get_y() + bar.get_height())
-    assert [tops[x] for x in sorted(tops)] == pytest.approx(
-        [
-            metrics[f"states-z{z}-dp{n}"]["memory.states_bytes"] / synthetic.PSI
-            for n in (1, 2, 4)
-            for z in range(4)
-        ]
-    )
+    names = [f"states-z{z}-dp{n}" for n in (1, 2, 4) for z in range(4)]
+    states = [metrics[name]["memory.states_bytes"] / synthetic.PSI for name in names]
+    assert [tops[x] for x in sorted(tops)] == pytest.approx(states)
     formula = [line.get_ydata()[0] for line in axes.lines]
     assert formula == [16, 16, 16, 16, 16, 10, 9, 8, 16, 7, 5.5, 4]
     assert (len(drawing.records), drawing.missing) == (12, "")
@@ -58,13 +54,10 @@ def test_communication_is_relative_to_plain_data_parallelism(measured: Any) -> N
 
 
 def test_loss_figure_needs_the_single_process_run_and_reports_nan_losses(measured: Any) -> None:
-    with_nan = [
-        replace(r, series=replace(r.series, loss=[*r.series.loss[:-1], None]))
-        if r.name == "parity-z1-dp2"
-        else r
-        for r in measured
-    ]
-    drawing = loss_curves.draw_parity(with_nan)
+    by_name = {r.name: r for r in measured}
+    series = by_name["parity-z1-dp2"].series
+    with_nan = replace(by_name["parity-z1-dp2"], series=replace(series, loss=[*series.loss[:-1], None]))
+    drawing = loss_curves.draw_parity([*{**by_name, with_nan.name: with_nan}.values()])
     drawing.figure.canvas.draw()
     assert len(drawing.records) == 11
     assert "10 strategies" in drawing.caption
@@ -74,26 +67,18 @@ def test_loss_figure_needs_the_single_process_run_and_reports_nan_losses(measure
     assert loss_curves.draw_parity(without).figure is None
 
 
-def test_peak_memory_is_that_of_the_fullest_rank(measured: Any) -> None:
-    record = measured[0]
-    small = record.memory_by_rank[0]
-    large = replace(small, peak={**small.peak, "total": small.peak["total"] + 1})
-    assert peak_memory.peak_of_fullest_rank(replace(record, memory_by_rank=[small, large])) == large.peak
-    assert set(CATEGORY_COLOURS) | {"total"} == set(small.peak)
-
-
-def test_records_without_memory_categories_are_omitted_and_reported(measured: Any) -> None:
+def test_peaks_are_those_of_the_fullest_rank_and_need_memory_categories(measured: Any) -> None:
     first = measured[0]
+    small = first.memory_by_rank[0]
+    large = replace(small, peak={**small.peak, "total": small.peak["total"] + 1})
+    assert peak_memory.peak_of_fullest_rank(replace(first, memory_by_rank=[small, large])) == large.peak
+    assert set(CATEGORY_COLOURS) | {"total"} == set(small.peak)
     known = {name: value for name, value in first.metrics.items() if name != "memory.activations_bytes"}
     foreign = replace(first, name="speed-torch-z0-dp2", metrics=known)
     drawing = peak_memory.draw_peaks([*measured, foreign])
     assert "smoke/speed-torch-z0-dp2" not in drawing.records
     assert "Omitted: 1 experiments" in drawing.caption
     assert record_row(foreign)["peak_gb"] == record_row(first)["peak_gb"] is not None
-
-
-def test_gpu_memory_outside_torch_allocator_is_reported(measured: Any) -> None:
-    first = measured[0]
     on_gpu = replace(first, metrics={**first.metrics, "memory.context_bytes": 1.5e9})
     outside = [record_row(one)["facts"]["GPU memory outside torch's allocator"] for one in (first, on_gpu)]
     assert outside == ["", "1.5 GB"]
