@@ -19,6 +19,7 @@ from repro import cli
 from repro.claims.reader import load_ledger
 from repro.config import suites
 from tests import test_text
+from tests.launch import runs
 from tests.test_text import GENERATED, ROOT
 
 PAGES = [page for page in test_text.PAGES if page.name not in (*GENERATED, "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -152,15 +153,12 @@ def normalized(line: str, exact: bool) -> str:
     return re.sub(r"(# min )?\b(ms|us|s|[MGT]FLOP/s|kB|MB|GB)\b", "unit", line)
 
 
+def marks(page: Path) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.xdist_group(page.name), *[pytest.mark.slow] * (page.name in SLOW)]
+
+
 @pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(
-            page, marks=[pytest.mark.xdist_group(page.name), *[pytest.mark.slow] * (page.name in SLOW)]
-        )
-        for page in PAGES
-    ],
-    ids=lambda page: page.name,
+    "page", [pytest.param(page, marks=marks(page)) for page in PAGES], ids=lambda page: page.name
 )
 def test_examples_print_the_shown_output(page: Path, folder: Path) -> None:
     """The commands of a page run in order in one folder with the files that the page tells the user to save."""
@@ -169,27 +167,20 @@ def test_examples_print_the_shown_output(page: Path, folder: Path) -> None:
             (folder / name).write_text("\n".join(lines[: next_command(lines)]))
     found = [(runnable(example.command), example.shown) for place, example in COMMANDS if place == page]
     for command, shown in [example for example in found if example[0]]:
-        done = subprocess.run(
-            [sys.executable, "-c", CODE, *shlex.split(command)[1:]],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**ENVIRONMENT, "COLUMNS": "130", "PYTHONPATH": str(ROOT)},
-            check=False,
-        )
+        program = [sys.executable, "-c", CODE, *shlex.split(command)[1:]]
+        environment = {**ENVIRONMENT, "COLUMNS": "130", "PYTHONPATH": str(ROOT)}
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done: Any = subprocess.run(program, cwd=folder, env=environment, check=False, **output)
         assert "Traceback" not in done.stdout
         assert done.returncode == (2 if any(line.startswith("error:") for line in shown) else 0), done.stdout
         measured = command.startswith("repro run") and "--dry-run" not in command
         printed = [normalized(line, not measured) for line in done.stdout.splitlines()]
         for line in (normalized(line, not measured) for line in shown if line != "..."):
             head = line.removesuffix(" ...")
-            found = next(
-                (i for i, p in enumerate(printed) if p == line or (head != line and p.startswith(head))), -1
-            )
-            assert found >= 0, f"{command}\nshows {line!r}, and prints\n{done.stdout}"
+            at = [i for i, p in enumerate(printed) if p == line or (head != line and p.startswith(head))]
+            assert at, f"{command}\nshows {line!r}, and prints\n{done.stdout}"
             # The order of measured rows varies between runs.
-            printed = printed[:found] + printed[found + 1 :] if measured else printed[found + 1 :]
+            printed = (printed[: at[0]] if measured else []) + printed[at[0] + 1 :]
 
 
 def next_command(lines: list[str]) -> int:
@@ -202,13 +193,10 @@ def test_suites_and_claims_of_examples_load(page: Path, tmp_path: Path) -> None:
     for _, lines in blocks(page):
         text = "\n".join(lines[: next_command(lines)])
         if "[[experiment]]" in text:
-            (tmp_path / "small.toml").write_text(
-                "layers = 2\nhidden = 64\nheads = 4\nvocab = 128\nseq = 64\n"
-            )
+            (tmp_path / "small.toml").write_text(runs.MODEL)
             (tmp_path / "s.toml").write_text(text)
             suites.load_suite(tmp_path / "s.toml")
         if "[[claim]]" in text:
             (tmp_path / "mine.toml").write_text('title = "Mine"\n' + text.replace('id = "', 'id = "my-'))
-            assert any(
-                claim.id.startswith("my-") for claim in load_ledger(own=[tmp_path / "mine.toml"]).claims
-            )
+            claims = load_ledger(own=[tmp_path / "mine.toml"]).claims
+            assert any(claim.id.startswith("my-") for claim in claims)
