@@ -147,9 +147,8 @@ def test_closed_pipe_with_unbuffered_streams_has_no_error(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("command", [*cases(all_samples=False), *HELP, "models no-such-model"])
 def test_closed_pipe_keeps_the_exit_code_of_every_command(
-    command: str, samples_folder: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
+    command: str, samples_folder: None, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(samples_folder)
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w", encoding="utf-8") as closed, monkeypatch.context() as streams:
