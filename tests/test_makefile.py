@@ -117,10 +117,7 @@ def cpu_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ("machine", "note"),
     [
         ("without driver", "torch for CPUs: 0.2 GB downloaded from {index}"),
-        (
-            "without torch in the index",
-            "note: {index} has no torch for this Python; the default index has it",
-        ),
+        ("index without torch", "note: {index} has no torch for this Python; the default index has it"),
         ("without index", "note: {index} does not answer; the default index has torch for Linux with CUDA:"),
         ("with driver", ""),
     ],
@@ -137,7 +134,7 @@ def test_without_a_driver_torch_comes_from_the_cpu_index(
   *urllib*) exec {sys.executable} "$@";;
 esac
 echo "python $*" >> {log}
-case "$*" in *--index-url*) exit {int(machine == "without torch in the index")};; esac""",
+case "$*" in *--index-url*) exit {int(machine == "index without torch")};; esac""",
     )
     index = "http://127.0.0.1:9" if machine == "without index" else cpu_index
     done = make(copy, ".venv/.installed", f"CPU_INDEX={index}", "UV=")
@@ -146,7 +143,7 @@ case "$*" in *--index-url*) exit {int(machine == "without torch in the index")};
     assert len(notes) == bool(note)
     assert all(line.startswith(note.format(index=index)) for line in notes)
     torch_installs = logged(log, "--index-url")
-    assert len(torch_installs) == (machine in ("without driver", "without torch in the index"))
+    assert len(torch_installs) == (machine in ("without driver", "index without torch"))
     assert all(f"--no-deps --index-url {index} torch" in line for line in torch_installs)
     assert "-e .[lab,report,slurm,text]" in log.read_text().splitlines()[-1]
 
@@ -309,7 +306,8 @@ def test_continuous_integration_runs_all_available_targets(
 ) -> None:
     log = tmp_path / "log"
     programs = {"make": f'echo "$*" >> {log}', "id": f"echo {user}", "unshare": f"exit {namespaces}"}
-    for name, text in {**programs, **({"apt-get": "exit 1"} if apt else {})}.items():
+    programs |= {"apt-get": "exit 1"} if apt else {}
+    for name, text in programs.items():
         script(tmp_path / name, text)
     for name in ("bash", "dirname"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
@@ -317,19 +315,11 @@ def test_continuous_integration_runs_all_available_targets(
     assert done.returncode == 0, done.stderr
     slurm, slurm_tests = ([], "") if note else (["slurm-packages"], " test-slurm")
     browser = ["browser-packages"] if apt and user == 0 else []
-    assert log.read_text().splitlines() == [
-        "check",
-        "docs",
-        *browser,
-        "test",
-        *slurm,
-        f"-j3 --output-sync test-slow test-pythons{slurm_tests}",
-        *([] if namespaces else ["test-gpu-kit"]),
-        "engines",
-        "test-engines",
-        "smoke",
-        "test PYTEST_ARGS=tests/report/test_page.py tests/test_numbers.py -k 'every_page or store'",
-    ]
+    kit = [] if namespaces else ["test-gpu-kit"]
+    of_store = "test PYTEST_ARGS=tests/report/test_page.py tests/test_numbers.py -k 'every_page or store'"
+    expected = ["check", "docs", *browser, "test", *slurm]
+    expected += [f"-j3 --output-sync test-slow test-pythons{slurm_tests}", *kit, "engines", "test-engines"]
+    assert log.read_text().splitlines() == [*expected, "smoke", of_store]
     assert note in done.stdout
 
 
@@ -353,9 +343,8 @@ def test_continuous_integration_tests_all_supported_pythons(
     monkeypatch.setattr(
         supported_pythons, "check_version", lambda uv, version, _: failing.get(version, "ok in 9 s")
     )
-    code = supported_pythons.main()
     current = "{}.{}".format(*sys.version_info)
-    assert code == (current != versions[-1])
+    assert supported_pythons.main() == (current != versions[-1])
     outcomes = dict.fromkeys(versions, "ok in 9 s") | failing
     outcomes |= {"3.10": "not run: this machine has no python3.10"}
     outcomes |= {current: "not run here: make test runs all tests with this version"}

@@ -173,11 +173,12 @@ def test_headline_claims_and_sources_are_in_order(
 def test_records_and_claims_link_to_each_other(site: dict[str, str], pages: dict[str, Page]) -> None:
     rows = stored_rows(site["records.js"])
     forth = {(row["anchor"], claim) for row in rows for claim in row["claims"]}
+    links = [
+        (path, link) for path, page in pages.items() for link in page.links if path.startswith("claims/")
+    ]
     back = {
         (unquote(link).partition("#")[2], Path(path).stem)
-        for path, page in pages.items()
-        if path.startswith("claims/")
-        for link in page.links
+        for path, link in links
         if "experiments.html#" in link
     }
     assert forth == back != set()
@@ -242,9 +243,8 @@ def test_json_is_one_document(
 def test_empty_store_gives_the_ledger_and_commands_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "repro.report.figures.draw_all", lambda measured, *of: [zero_stages.draw_measured_states(measured)]
-    )
+    draw = zero_stages.draw_measured_states
+    monkeypatch.setattr("repro.report.figures.draw_all", lambda measured, *of: [draw(measured)])
     (tmp_path / "out" / "figures").mkdir(parents=True)
     stale = tmp_path / "out" / "figures" / "states.svg"
     stale.touch()
