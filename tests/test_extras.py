@@ -56,21 +56,9 @@ def repro(
 @pytest.mark.slow
 def test_experiments_run_and_are_compared_without_extras(bare: dict[str, str], tmp_path: Path) -> None:
     """A rank imports neither the packages of the command line nor scipy."""
-    suite = write_suite(
-        tmp_path,
-        """
-        [[experiment]]
-        name = "a"
-        layout = { dp = 2, zero = 1 }
-        [[experiment]]
-        name = "b"
-        [[compare]]
-        baseline = "a"
-        subjects = ["b"]
-        rounds = 2
-        """,
-        limits="hang_s = 60",
-    )
+    two = '[[experiment]]\nname = "a"\nlayout = { dp = 2, zero = 1 }\n[[experiment]]\nname = "b"\n'
+    compare = '[[compare]]\nbaseline = "a"\nsubjects = ["b"]\nrounds = 2\n'
+    suite = write_suite(tmp_path, two + compare)
     done = repro(bare, "run", suite, "--results", tmp_path / "results")
     assert done.returncode == 0, done.stderr + done.stdout
     for command in (["claims", "--results", tmp_path / "results"], ["models"], ["doctor"]):

@@ -40,10 +40,15 @@ def tiny_model(tmp_path: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def samples_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder in which the samples of the commands run."""
+def prepared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.cli.samples import prepare
 
     folder = tmp_path_factory.mktemp("samples")
     prepare(folder)
     return folder
+
+
+@pytest.fixture
+def samples_folder(prepared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test in the folder with the files that the samples of the commands name."""
+    monkeypatch.chdir(prepared_folder)

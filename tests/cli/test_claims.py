@@ -21,13 +21,12 @@ from repro.claims.judge import judge
 from repro.claims.ledger import Ledger
 from repro.claims.reader import load_ledger
 from repro.claims.verdicts import VERDICTS, ClaimResult
-from repro.config import ConfigError, Experiment, Layout, Model
+from repro.config import Experiment, Layout, Model
 from repro.report.text.claims import (
     print_all_claims,
     print_claim,
     print_claim_details,
     print_claims,
-    print_claims_on_system,
     print_headlines,
 )
 from repro.results.schema import SIMULATED
@@ -61,22 +60,16 @@ def test_table_fits_the_width_and_names_every_claim() -> None:
         assert f"{len(ledger.claims)} claims" in text
 
 
-def test_details_show_values_sources_and_needs_of_a_claim() -> None:
+def test_headlines_and_each_claim_fit_one_screen_and_details_have_sources() -> None:
     ledger, results = judged_ledger()
-    (result,) = (each for each in results if each.claim.id == "zero-r-pa-memory")
-    text = " ".join(printed(print_claim_details, result, ledger, width=140).split())
-    for part in ("33 GB", "67.11", "inconsistent", "sec. 6.1 p.12", "16 V100", "contradiction", "MP 16"):
-        assert part in text
-
-
-def test_headlines_and_each_claim_fit_one_screen() -> None:
-    ledger, results = judged_ledger()
-    screens = [printed(print_claim, result) for result in results]
-    for text in (printed(print_headlines, results, ledger), *screens):
+    for text in (printed(print_headlines, results, ledger), *(printed(print_claim, one) for one in results)):
         assert len(text.splitlines()) <= MAX_SCREEN_LINES, text
         assert max(map(len, text.splitlines())) <= 100, text
-    for result in results:
-        assert result.claim.id in printed(print_claim_details, result, ledger)
+    details = {one.claim.id: printed(print_claim_details, one, ledger, width=140) for one in results}
+    assert all(claim in text for claim, text in details.items())
+    text = " ".join(details["zero-r-pa-memory"].split())
+    for part in ("33 GB", "67.11", "inconsistent", "sec. 6.1 p.12", "16 V100", "contradiction", "MP 16"):
+        assert part in text
 
 
 def test_headlines_with_three_misses_fit_one_screen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,11 +109,6 @@ def test_suggested_command_repeats_the_options(tmp_path: Path, capsys: pytest.Ca
     for results, options in ((Path("results"), ""), (tmp_path, f" --results {tmp_path}")):
         print_claims("ds-3p75x-lowbw", False, results)
         assert f"repro claims ds-3p75x-lowbw --details{options}\n" in capsys.readouterr().out
-
-
-def test_error_for_an_unknown_claim_suggests_a_claim(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean yuan-bubble"):
-        print_claims("yuan-bubbles", False, tmp_path)
 
 
 PROGRAM = """
@@ -174,72 +162,32 @@ def test_local_results_replace_reference_records(tmp_path: Path, capsys: pytest.
     assert (found["measured_on"], found["is_reference"]) == ("NVIDIA V100", False)
 
 
-@pytest.fixture
-def predictions(tmp_path: Path) -> Path:
-    """Return a store with the two simulations of one question on dgx-h100."""
+def test_answers_for_a_system_have_published_values_and_no_verdicts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The store has the two simulations of one question on dgx-h100."""
     model = Model(name="m", layers=2, hidden=16, heads=2, vocab=64, seq=16)
-    with Store(tmp_path / "results") as store:
-        store.prepare()
+    with Store(tmp_path) as store:
         for name, rate in (("1.5b-zero1", 300.0), ("1.5b-mp4", 200.0)):
             plain = record(f"again/{name}@dgx-h100", samples_per_s=rate, **{"step_seconds.median": 1.0})
             experiment = Experiment(name=plain.name, model=model, layout=Layout(), system="dgx-h100")
-            conditions = experiment.as_dict()
-            store.append(replace(plain, id=name, evidence=SIMULATED, conditions=conditions))
-    return tmp_path / "results"
-
-
-def test_answers_for_a_system_have_published_values(
-    predictions: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert print_claims_on_system("ds-3p75x-lowbw", "dgx-h100", False, predictions, True) == 0
+            store.append(replace(plain, id=name, evidence=SIMULATED, conditions=experiment.as_dict()))
+    command = ["claims", "ds-3p75x-lowbw", "--results", str(tmp_path), "--system"]
+    assert cli.main([*command, "dgx-h100", "--details"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "3.75x 1.5x a smaller gain" in text
     assert "1.5b-dp: no record" in text
     assert "no verdicts" in text
     assert "No simulation has run for 1 prediction: `repro run again --evidence simulated --sys" in text
-
-
-def test_store_without_predictions_names_the_command(
-    predictions: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert print_claims_on_system("", "dgx-h200", False, predictions, True) == 1
-    *answer, command = capsys.readouterr().out.splitlines()
-    assert " ".join(answer).endswith("has no predictions for dgx-h200.")
-    assert command == "Next: repro run again --evidence simulated --system dgx-h200"
-    assert print_claims_on_system("", "dgx-h200", True, predictions, False) == 1
-
-
-def test_json_contains_the_answers_for_a_system(
-    predictions: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert print_claims_on_system("", "dgx-h100", True, predictions, False) == 0
+    assert cli.main([*command, "dgx-h100", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["system"] == "dgx-h100"
     assert "no verdicts" in document["is"]
     first = document["answers"][0]
     expected = {"claim": "ds-3p75x-lowbw", "published": "3.75", "unit": "x", "value": 1.5}
     assert first | expected == first
-
-
-@pytest.mark.parametrize(
-    ("claim", "system", "message"),
-    [
-        ("", "dgx-h10", "did you mean dgx-h100"),
-        ("ds-3p75", "dgx-h100", "did you mean ds-3p75x-lowbw"),
-        (
-            "tnlg-lambada",
-            "dgx-h100",
-            "for another system: its kind is quality, not one of throughput",
-        ),
-        (
-            "yuan-bubble",
-            "dgx-h100",
-            "cannot be predicted for another system: the value depends on sizes or on a schedule",
-        ),
-    ],
-)
-def test_error_for_a_claim_without_a_question(
-    predictions: Path, claim: str, system: str, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        print_claims_on_system(claim, system, False, predictions, True)
+    assert cli.main([*command, "dgx-h200", "--details"]) == 1
+    *answer, remedy = capsys.readouterr().out.splitlines()
+    assert " ".join(answer).endswith("has no predictions for dgx-h200.")
+    assert remedy == "Next: repro run again --evidence simulated --system dgx-h200"
+    assert cli.main([*command, "dgx-h200", "--json"]) == 1

@@ -1,4 +1,4 @@
-"""Tests of the command line: help, options, a start without large packages, exit codes, and unusual streams."""
+"""Tests of the command line: help, options, a start without large packages, exit codes, unusual and closed streams."""
 
 from __future__ import annotations
 
@@ -19,15 +19,29 @@ from repro import __version__, cli
 from repro.cli.commands.options import LAYOUT
 from repro.config import ConfigError, Layout
 from repro.report.text import results
+from repro.results.store import read_records
+from tests.cli.samples import cases
+from tests.launch.runs import FAKE, ROOT, experiments, write_suite
 
 COMMANDS = tuple(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
+REPRO = shlex.join([sys.executable, "-m", "repro"])
 SCHEDULE = ["schedule", "--pp", "4", "--micro-batches", "8"]
+DRY_RUN = ["run", "smoke", "--dry-run"]
 LARGE = ("torch", "pandas", "scipy", "numpy", "matplotlib", "seaborn")
-LIGHT = [["--help"], *([name, "--help"] for name in COMMANDS), ["models"], ["systems"], ["claims"], SCHEDULE]
+LIGHT = [*([name, "--help"] for name in COMMANDS), ["models"], ["systems"], ["claims"], SCHEDULE, DRY_RUN]
+HELP = ["--help", "run --help", "lab up --help"]
+CODES = {"models no-such-model": 2, "lab status": 3, "lab down": 3}
+"""Exit codes other than 0."""
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+
+
+def sh(line: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    command = ["bash", "-c", line]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_help_lists_the_commands_and_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,19 +59,8 @@ def test_every_layout_key_has_an_option_with_its_description(capsys: pytest.Capt
     assert set(LAYOUT) == {field.name for field in fields(Layout)} - without
     assert cli.main(["plan", "--help"]) == 0
     out = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for words in (
-        "--no-recompute",
-        "--zero1-reduce",
-        "ranks of the first axis are consecutive",
-        "Default: 1f1b.",
-    ):
-        assert words in out
-
-
-def test_python_module_is_the_command() -> None:
-    done = python("-m", "repro", "--version")
-    assert (done.stdout.strip(), done.returncode) == (__version__, 0), done.stderr
-    assert python("-m", "repro", "models", "nope").returncode == 2
+    shown = ("--no-recompute", "--zero1-reduce", "ranks of the first axis are consecutive", "Default: 1f1b.")
+    assert all(words in out for words in shown)
 
 
 def test_light_commands_import_no_large_package() -> None:
@@ -74,21 +77,11 @@ def test_light_commands_import_no_large_package() -> None:
     assert found == [f"imported {arguments}" for arguments in LIGHT]
 
 
-def test_planning_a_run_imports_no_large_package() -> None:
-    code = (
-        "import sys\n"
-        "import repro.launch.run, repro.results.tables, repro.claims, repro.config, repro.config.suites\n"
-        f"print([name for name in {LARGE!r} if name in sys.modules])"
-    )
-    done = python("-c", code)
-    assert done.stdout.strip() == "[]", done.stderr
-
-
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
         (
-            ConfigError("layout.tp", 3, "a divisor of heads = 4", file="s.toml"),
+            ConfigError("layout.tp", 3, "a divisor of 4", file="s.toml"),
             2,
             "s.toml: layout.tp = 3: must be a d",
         ),
@@ -101,11 +94,7 @@ def test_planning_a_run_imports_no_large_package() -> None:
     ],
 )
 def test_exit_code_of_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: BaseException,
-    code: int,
-    message: str,
+    error: BaseException, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(results, "print_run", Mock(side_effect=error))
     assert cli.main(["run", "s.toml"]) == code
@@ -133,16 +122,40 @@ def test_exit_code_is_the_return_value_of_the_command(monkeypatch: pytest.Monkey
     ],
 )
 def test_unusual_streams_cause_no_traceback(shell: str, code: int, tmp_path: Path) -> None:
-    command = shlex.join([sys.executable, "-m", "repro"])
-    done = subprocess.run(
-        ["sh", "-c", shell.format(repro=command)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-    )
+    done = sh(shell.format(repro=REPRO), cwd=tmp_path)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
     assert len(done.stderr.splitlines()) == (code == 1)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "pipe"),
+    [("measured", "| true"), ("measured", "2>&1 >/dev/null | true"), ("simulated", "2>&1 | head -1")],
+)
+def test_all_experiments_run_after_the_pipe_is_closed(tmp_path: Path, evidence: str, pipe: str) -> None:
+    suite, results = write_suite(tmp_path, experiments("a", "b", "c")), tmp_path / "results"
+    line = f"{REPRO} run {suite} --evidence {evidence} --results {results} {pipe}; echo ${{PIPESTATUS[0]}}"
+    done = sh(line, REPRO_RANK_TARGET=FAKE)
+    assert done.stdout.splitlines()[-1] == "0", done.stdout + done.stderr
+    assert sorted(record.name for record in read_records(results)) == ["a", "b", "c"]
+
+
+def test_closed_pipe_with_unbuffered_streams_has_no_error(tmp_path: Path) -> None:
+    line = f'{REPRO} claims --json --results {tmp_path} | head -c 1; echo " ${{PIPESTATUS[0]}}"'
+    done = sh(line, PYTHONUNBUFFERED="1")
+    assert (done.stdout, done.stderr) == ("{ 0\n", "")
+
+
+@pytest.mark.parametrize("command", [*cases(all_samples=False), *HELP, "models no-such-model"])
+def test_closed_pipe_keeps_the_exit_code_of_every_command(
+    command: str, samples_folder: None, in_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", encoding="utf-8") as closed, monkeypatch.context() as streams:
+        streams.setattr(sys, "stdout", closed)
+        streams.setattr(sys, "stderr", closed)
+        code = cli.main(shlex.split(command.format(width="pipe")))
+    assert code == CODES.get(command, 0)
 
 
 def test_warning_is_printed_as_a_note_in_one_line() -> None:

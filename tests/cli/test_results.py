@@ -1,9 +1,10 @@
-"""Tests of `repro results`, of the tables at the end of `repro run`, and of stores with unusual lines."""
+"""Tests of `repro results`, and of the tables at the end of `repro run`."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from repro.results.schema import ComparisonRecord, ExperimentRecord
 from repro.results.store import Store
 from repro.util.console import sparkline
 from tests.launch.runs import experiments, run, write_suite
-from tests.records import changed, made_up
+from tests.records import changed
 from tests.report import synthetic
 
+Show = Callable[..., tuple[int, str, str]]
 NETWORK = EmulatedNetwork(nodes=2, ranks_per_node=1, between=8e6)
 
 
@@ -40,13 +42,18 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def show(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = cli.main(["results", *arguments])
-    return code, *capsys.readouterr()
+@pytest.fixture
+def show(store: Path, capsys: pytest.CaptureFixture[str]) -> Show:
+    """Return a function that prints results of the store and returns exit code, output and errors."""
+
+    def show(*arguments: str, folder: Path = store) -> tuple[int, str, str]:
+        return cli.main(["results", *arguments, "--results", str(folder)]), *capsys.readouterr()
+
+    return show
 
 
-def test_each_kind_of_evidence_has_a_separate_table(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = show(capsys, "smoke", "--results", str(store), "--details")
+def test_each_kind_of_evidence_has_a_separate_table(show: Show) -> None:
+    code, out, _ = show("smoke", "--details")
     assert code == 0
     measured, remainder = out.split("smoke, 1 experiment, emulated:")
     emulated, simulated = remainder.split("smoke, 2 experiments, simulated:")
@@ -59,23 +66,21 @@ def test_each_kind_of_evidence_has_a_separate_table(store: Path, capsys: pytest.
     assert "tight: oom: out of memory, 8.60 GB requested" in simulated
 
 
-def test_default_output_has_fastest_experiments_and_all_failures(
-    store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, out, _ = show(capsys, "smoke", "--results", str(store))
+def test_default_output_has_fastest_experiments_and_all_failures(show: Show) -> None:
+    _, out, _ = show("smoke")
     assert "tight: oom: out of memory, 8.60 GB requested" in out
     assert "1 hang. 1 oom." in out
     assert "curve" not in out
-    found = json.loads(show(capsys, "smoke", "--results", str(store), "--json")[1])["experiments"]
+    found = json.loads(show("smoke", "--json")[1])["experiments"]
     rows = [line for line in out.splitlines() if " x 1 x " in line]
     hidden = sum(int(words) for words in re.findall(r"--details lists (\d+) more", out))
     assert len(rows) + hidden == len(found) > len(rows)
 
 
-def test_details_show_all_columns_with_units(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = show(capsys, "parity-z?-dp2", "--results", str(store), "--details")
+def test_details_show_all_columns_with_units(show: Show) -> None:
+    _, out, _ = show("parity-z?-dp2", "--details")
     names = ["parity-z0-dp2", "parity-z1-dp2", "parity-z2-dp2", "parity-z3-dp2"]
-    found = json.loads(show(capsys, "parity-z?-dp2", "--results", str(store), "--json")[1])["experiments"]
+    found = json.loads(show("parity-z?-dp2", "--json")[1])["experiments"]
     assert sorted(each["name"] for each in found) == names
     rates = [each["tokens_per_s"] for each in found]
     assert rates == sorted(rates, reverse=True)
@@ -86,29 +91,27 @@ def test_details_show_all_columns_with_units(store: Path, capsys: pytest.Capture
     assert all(f"{each['loss.last']:.4f}" in out for each in found)
 
 
-def test_ratios_have_the_intervals_of_their_records(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ratios_have_the_intervals_of_their_records(store: Path, show: Show) -> None:
     speed = [r for r in synthetic.records() if isinstance(r, ComparisonRecord)]
     with Store(store) as opened:
         for record in speed[:1]:
             for side in (record.baseline, record.subject):
                 known = next(r for r in synthetic.records() if isinstance(r, ExperimentRecord))
                 opened.append(changed(known, name=side.name, key=side.key, id=side.key))
-    _, out, _ = show(capsys, "speed-*", "--results", str(store))
+    _, out, _ = show("speed-*")
     first = speed[0]
     line = next(line for line in out.splitlines() if "samples/s" in line)
     assert line.split()[:2] == [first.subject.name, first.baseline.name]
     assert f"{first.ratio:.3f}  {first.low:.3f} to {first.high:.3f}" in line
-    (compared,) = json.loads(show(capsys, "speed-*", "--results", str(store), "--json")[1])["comparisons"]
+    (compared,) = json.loads(show("speed-*", "--json")[1])["comparisons"]
     assert (compared["low"], compared["evidence"]) == (first.low, "measured")
 
 
-def test_narrow_terminal_shows_every_column(
-    store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_narrow_terminal_shows_every_column(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = []
     for width in (80, 200):
         monkeypatch.setenv("COLUMNS", str(width))
-        lines = show(capsys, "smoke", "--results", str(store), "--details")[1].splitlines()
+        lines = show("smoke", "--details")[1].splitlines()
         assert max(len(line.rstrip()) for line in lines) <= width
         for heading in ("curve", "tokens", "activations", "sent", "global"):
             assert any(heading in line for line in lines)
@@ -116,31 +119,31 @@ def test_narrow_terminal_shows_every_column(
     assert tables[0] > tables[1] == 3
 
 
-def test_plot_draws_the_loss_curves(store: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plot_draws_the_loss_curves(show: Show, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib draws the curves; it is in the extra report")
     for name, head in (("losses.svg", b"<svg"), ("losses.png", b"\x89PNG")):
         picture = tmp_path / name
-        assert show(capsys, "parity-*", "--results", str(store), "--plot", str(picture))[0] == 0
+        assert show("parity-*", "--plot", str(picture))[0] == 0
         assert picture.read_bytes().startswith(head)
     assert b"parity-z3-dp2" in (tmp_path / "losses.svg").read_bytes()
-    code, _, err = show(capsys, "tight", "--results", str(store), "--plot", str(picture))
+    code, _, err = show("tight", "--plot", str(picture))
     assert (code, "no selected experiment trained for two steps" in err) == (2, True)
-    code, _, err = show(capsys, "--results", str(store), "--plot", str(tmp_path / "x.pdf"))
+    code, _, err = show("--plot", str(tmp_path / "x.pdf"))
     assert (code, ".svg or .png" in err) == (2, True)
 
 
-def test_error_for_missing_results(store: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for arguments, message in (
-        (["smoek", "--results", str(store)], "a suite or a glob of experiments with results in .*: smoke"),
-        (["--results", str(tmp_path / "nowhere")], "nowhere': no such folder"),
-        (["--results", str(tmp_path)], "no records in .*"),
+def test_error_for_missing_results(show: Show, store: Path, tmp_path: Path) -> None:
+    for words, folder, message in (
+        (["smoek"], store, "a suite or a glob of experiments with results in .*: smoke"),
+        ([], tmp_path / "nowhere", "nowhere': no such folder"),
+        ([], tmp_path, "no records in .*"),
     ):
-        code, out, err = show(capsys, *arguments)
+        code, out, err = show(*words, folder=folder)
         assert (code, out) == (2, "")
         assert re.search(f"{message}\n$", err)
 
 
-def test_run_ends_with_its_totals_and_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_ends_with_its_totals_and_results(show: Show, tmp_path: Path) -> None:
     suite, folder = write_suite(tmp_path, experiments("a", "b")), tmp_path / "results"
     code, out, err = run(suite, folder, "--only", "a")
     assert code == 0, err
@@ -150,49 +153,15 @@ def test_run_ends_with_its_totals_and_results(tmp_path: Path, capsys: pytest.Cap
     assert table.startswith("faults, 1 experiment, measured")
     assert "tokens" in table
     run(suite, folder)
-    code, out, _ = show(capsys, str(suite), "--results", str(folder))
+    code, out, _ = show(str(suite), folder=folder)
     assert code == 0
     assert out.startswith("faults, 2 experiments, measured")
 
 
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ([3.0, 2.0, 1.0], "█▅▁"),
-        ([1.0, None, 8.0], "▁ █"),
-        ([2.0, 2.0], "▁▁"),
-        ([], ""),
-        ([4.0, 4.0, 3.0, 3.0, 2.0, 2.0, 1.0, 1.0], "█▆▃▁"),
-    ],
-)
-def test_sparkline_scales_and_averages_its_values(values: list[Any], text: str) -> None:
-    assert sparkline(Console(), values, columns=4) == text
-
-
-INVALID: list[dict[str, Any]] = [
-    *({"metrics": {"step_seconds.median": value}} for value in ("fast", None, float("nan"))),
-    {"evidence": "guessed"},
-    {"wall_s": "long"},
-]
-
-
-def test_store_reports_invalid_records_and_ignores_blank_lines(tmp_path: Path) -> None:
-    (tmp_path / "records").mkdir()
-    rows = [*({**made_up("a").as_dict(), **keys} for keys in INVALID), made_up("b").as_dict()]
-    text = "\n".join(json.dumps(row) for row in rows)
-    (tmp_path / "records/a.jsonl").write_text(f"{text}\n\n  \n")
-    store = Store(tmp_path)
-    assert [record.name for record in store.records()] == ["b"]
-    assert len(store.skipped) == len(INVALID)
-    assert all(f"a.jsonl:{number}: " in line for number, line in enumerate(store.skipped, 1))
-
-
-def test_export_of_an_empty_table_prints_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("pandas", reason="pandas makes the table; it is in the extra report")
-    assert cli.main(["export", "--results", str(tmp_path), "--table", "records", "--format", "csv"]) == 0
-    assert (
-        capsys.readouterr().err == f"note: the table is empty, because the folder {tmp_path} has no records\n"
-    )
+def test_sparkline_scales_and_averages_its_values() -> None:
+    pairs: dict[str, list[Any]] = {"█▅▁": [3.0, 2.0, 1.0], "▁ █": [1.0, None, 8.0], "▁▁": [2.0, 2.0], "": []}
+    pairs["█▆▃▁"] = [4.0, 4.0, 3.0, 3.0, 2.0, 2.0, 1.0, 1.0]
+    assert [sparkline(Console(), values, columns=4) for values in pairs.values()] == list(pairs)
 
 
 def test_run_of_a_claim_selects_its_experiments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,7 @@ VARIABLE_TEXT = re.compile(
 """Text that differs between runs of a command: durations, free memory, file names."""
 PRIVATE_WORDS = "room storey house thing doubt circle beside look said told kept gone whole"
 """Words that the style guide excludes, because users do not know their meaning in this project."""
+Printed, Screen = Callable[[str, int], str], Callable[[str], str]
 OTHER_PROGRAMS = {"lab exec": "the output of a command", "logs": "the end of a log file"}
 """Commands that print the output of other programs."""
 
@@ -112,7 +113,7 @@ def missing_words(wide: str, narrow: str, width: int) -> Counter[str]:
 
 
 @pytest.fixture
-def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printed:
     """Return a function that runs a command at a width and returns its output."""
 
     def run(command: str, width: int) -> str:
@@ -126,7 +127,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture
-def screen(monkeypatch: pytest.MonkeyPatch, printed: Callable[..., str]) -> Callable[[str], str]:
+def screen(monkeypatch: pytest.MonkeyPatch, printed: Printed) -> Screen:
     """Return a function that runs a command, checks that its output is one screen of plain text, and returns it."""
     tables: list[Table] = []
     print_original = Console.print
@@ -150,14 +151,8 @@ def screen(monkeypatch: pytest.MonkeyPatch, printed: Callable[..., str]) -> Call
 
 @pytest.mark.parametrize("command", cases(all_samples=True))
 def test_answer_is_one_screen_and_narrow_output_has_all_words(
-    command: str,
-    samples_folder: Path,
-    in_process: None,
-    screen: Callable[[str], str],
-    printed: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
+    command: str, samples_folder: None, in_process: None, screen: Screen, printed: Printed
 ) -> None:
-    monkeypatch.chdir(samples_folder)
     name = command.split()[0]
     wide = printed(command.format(width=WIDE_COLUMNS), WIDE_COLUMNS)
     pages = {SCREEN_COLUMNS: screen(command.format(width=SCREEN_COLUMNS))}
@@ -186,7 +181,7 @@ def test_narrow_status_has_all_words(
 
 
 @pytest.mark.parametrize("path", ["", "lab", *SAMPLES, *EXEMPT])
-def test_narrow_help_has_all_words(path: str, printed: Callable[..., str]) -> None:
+def test_narrow_help_has_all_words(path: str, printed: Printed) -> None:
     command: Any = typer.main.get_command(cli.app)
     for name in path.split():
         command = command.commands[name]
@@ -201,7 +196,7 @@ def test_narrow_help_has_all_words(path: str, printed: Callable[..., str]) -> No
 
 
 def test_answers_of_submissions(
-    submitted: ThreeCases, screen: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    submitted: ThreeCases, screen: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(submitted.results.parent)
     submitted.record("b", "ok")
@@ -213,18 +208,13 @@ def test_answers_of_submissions(
 
 
 @pytest.mark.slow
-def test_answers_about_written_files(
-    samples_folder: Path, screen: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(samples_folder)
+def test_answers_about_written_files(samples_folder: None, screen: Screen) -> None:
     assert screen("report --results store --out site").startswith("Report: site/index.html\n")
     assert not screen("export --table values --format csv --output values.csv --results store")
     assert not screen("artifact --output artifact.md")
 
 
-def test_answer_about_a_measured_machine(
-    screen: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answer_about_a_measured_machine(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     document = tables()
     facts = {"calls_measured": 900, "operators_measured": 90, "host_s_per_operator": 5e-6}
     facts |= {"spread_of_calls": 0.02, "error_of_rates": 0.05, "step_over_operators": 1.1}
@@ -239,9 +229,7 @@ def test_answer_about_a_measured_machine(
     assert re.search(r"collective-4 +nvlink +1 kB +1,000 +10 MB +1\b", out)
 
 
-def test_answers_about_weights(
-    screen: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_about_weights(screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     protocol = asdict(find_protocol("lambada", "gpt2"))
     record = replace(scored("gpt2", accuracy_words=0.5, perplexity=10.0), way=protocol)
     monkeypatch.setattr("repro.quality.evaluate.run.run_evaluation", lambda *_: (record, 0))
@@ -255,7 +243,7 @@ def test_answers_about_weights(
     assert "config.json" in screen(f"export-weights --weights w --output {tmp_path}")
 
 
-def test_answer_about_a_network(screen: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_about_a_network(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     network = EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6)
     rates = {"between nodes": [8e6] * 2, "within a node": [1e9] * 4}
     settings = {"keeper": 12, "user_namespace": True, "ranks": [1] * 4, "nodes": [1] * 2, "cores": 2}
@@ -284,7 +272,7 @@ def test_every_command_has_a_screen() -> None:
 
 
 def test_answer_about_a_machine_without_optional_libraries(
-    screen: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    screen: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The details contain the commands that install the libraries."""
     monkeypatch.setattr("repro.launch.doctor.machine.versions", lambda names: {})

@@ -9,50 +9,36 @@ from pathlib import Path
 import pytest
 
 from repro import cli
+from repro.accuracy.calibrate.document import toml_text
 from repro.config import systems
 from repro.simulate.time.calibration import PUBLISHED_POINT, UNCALIBRATED
 from repro.util import units
+from tests.accuracy.twins.conftest import tables
 from tests.cli.conftest import FIT, GPT2, Run
-from tests.config.system_texts import NODES, PROVENANCE
 
 pytestmark = pytest.mark.usefixtures("in_process")
 TWO_MB = str(systems.load_system_file("dgx2").context() + 2_000_000)
 """Memory limit that leaves 2 MB for tensors."""
-CALIBRATED = (
-    NODES
-    + PROVENANCE
-    + """
-[device]
-name = "here"
-memory_bytes = { value = 8e9, source = "here" }
-memory_bandwidth = { value = 1e10, source = "here" }
-[device.peak_flops]
-fp32 = { value = 1e11, source = "here" }
-[device.operators.matmul]
-fixed_s = 2e-6
-per_flop_s = 1e-11
-[device.operators.elementwise]
-fixed_s = 2e-6
-per_byte_s = 1e-10
-[links.memory]
-per = "device"
-bandwidth = { value = 1e9, source = "here" }
-"""
-)
 
 
-def test_json_has_memory_traffic_and_flops(run: Run, tiny_model: str) -> None:
-    options = "--system dgx2 --gpus 8 --tp 2 --pp 2 --zero 1 --global-batch 16 --recompute --json"
-    code, out = run("simulate", "--model", tiny_model, *options.split())
+def test_json_has_memory_traffic_flops_and_the_precision_of_the_device(run: Run, tiny_model: str) -> None:
+    query = ["simulate", "--model", tiny_model, "--gpus", "8", "--json", "--system"]
+    options = "--tp 2 --pp 2 --zero 1 --global-batch 16 --recompute"
+    code, out = run(*query, "dgx2", *options.split())
     assert code == 0
     found = json.loads(out)
-    assert (found["outcome"], found["layout"]["dp"]) == ("ok", 2)
+    assert (found["outcome"], found["layout"]["dp"], found["layout"]["precision"]) == ("ok", 2, "fp16")
     assert found["params"] > 0
     assert {"peak_bytes", "reserved_bytes", "by_category", "by_role"} <= set(found["memory"])
     assert {"bytes_by_group", "bytes_by_link"} <= set(found["comm"])
     assert {"model", "hardware"} <= set(found["flops"])
     assert found["trace_seconds"] > 0
     assert set(found["memory"]["by_role"]) == {"first", "last"}
+    for system, precision in (("selene", "bf16"), ("local", "fp32")):
+        assert json.loads(run(*query, system)[1])["layout"]["precision"] == precision
+    options = "--precision bf16 --kernels softmax --recompute-selective"
+    layout = json.loads(run(*query, "local", *options.split())[1])["layout"]
+    assert (layout["precision"], layout["recompute"]) == ("bf16", "selective")
 
 
 def test_text_shows_memory_traffic_and_the_failure_cause(run: Run, tiny_model: str) -> None:
@@ -88,7 +74,7 @@ def test_text_shows_the_interval_or_measured_inputs(run: Run, tiny_model: str, t
     assert "90 % interval" in out
     assert "No interval" not in out
     measured = tmp_path / "here.toml"
-    measured.write_text(CALIBRATED)
+    measured.write_text(toml_text(tables()))
     code, out = run(*query, "--system", str(measured))
     assert code == 0
     assert "90 % interval" not in out
@@ -111,15 +97,6 @@ def test_step_that_does_not_fit_has_no_time(run: Run, tiny_model: str, tmp_path:
     for name in ("simulate", "fit", "plan"):
         assert "Exit code 1" in run(name, "--help")[1]
     assert "Exit codes: 0 success" in run("--help")[1]
-
-
-def test_options_replace_the_default_precision_of_a_device(run: Run, tiny_model: str) -> None:
-    for system, precision in (("dgx2", "fp16"), ("selene", "bf16"), ("local", "fp32")):
-        query = ["simulate", "--model", tiny_model, "--system", system, "--gpus", "1", "--json"]
-        assert json.loads(run(*query)[1])["layout"]["precision"] == precision
-    query += ["--precision", "bf16", "--kernels", "softmax", "--recompute-selective"]
-    layout = json.loads(run(*query)[1])["layout"]
-    assert (layout["precision"], layout["recompute"]) == ("bf16", "selective")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,17 +13,14 @@ from repro.claims import reader, run_commands
 from repro.report import evidence
 from repro.report import export as artifact
 from repro.report.evidence import JudgedStore
+from tests.report import synthetic
 
 if TYPE_CHECKING:
     from repro.report.page.build import Report
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 
 @pytest.fixture(scope="session")
 def synthetic_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import synthetic
-
     return synthetic.store(tmp_path_factory.mktemp("synthetic") / "results")
 
 
@@ -78,9 +74,3 @@ def report_style() -> Iterator[None]:
 
     with figure_style():
         yield
-
-
-@pytest.fixture
-def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the figures of a report, which take most of its time, in tests of a page's text."""
-    monkeypatch.setattr("repro.report.figures.draw_all", lambda *of: [])

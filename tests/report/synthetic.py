@@ -51,33 +51,18 @@ def rank_result(rank: int, e: Experiment, seed: int = 0, speed: float = 1.0) -> 
     peak = {"total": sum(peak.values()), **peak, "host": 150_000 * e.layout.pa_cpu}
     steps = [[speed * 0.01 * (1 + 0.05 * rng.random()) for _ in range(4)] for _ in range(5)]
     volume = 2 * PSI * (3 if stage == 3 or e.layout.zero1_reduce == "all-reduce" else 2) * (nd - 1) / nd
-    comm = [
-        {"op": "any", "group": "dp", "size": nd, "purpose": "", "calls": 3, "payload_bytes": 4 * PSI}
-        | {"sent_bytes": volume}
-    ]
+    amounts = {"size": nd, "calls": 3, "payload_bytes": 4 * PSI, "sent_bytes": volume}
+    comm = [{"op": "any", "group": "dp", "purpose": "", **amounts}]
     losses = [5.5 * math.exp(-step / 30) for step in range(20)]
     if e.layout.world > 1:
         losses = [loss * (1 + 1e-7 * rng.choice((0, 1, 3))) for loss in losses]
-    memory = {
-        "states": states,
-        "peak": peak,
-        "most": peak,
-        "init_peak_bytes": 10**6,
-        "rss_peak_bytes": 3 * 10**8,
-        "cuda": {},
-        "beside_torch": {"start": 10**9, "end": 1_340_000_000} if e.layout.zero == 3 else None,  # as on a GPU
-    }
-    result = {
-        "rank": rank,
-        "outcome": "ok",
-        "reason": "",
-        "loss": losses,
-        "grad_norm": [1.0] * 20,
-        "loss_scale": [],
-    }
-    result |= {"skipped_steps": [], "rounds": steps, "memory": memory, "comm": comm if nd > 1 else []}
-    result |= {"phase_seconds": {"forward": 3e-3, "backward": 6e-3, "optimizer": 1e-3}, "parameters": PSI}
-    return result
+    outside = {"start": 10**9, "end": 1_340_000_000} if e.layout.zero == 3 else None  # as on a GPU
+    bounds = {"init_peak_bytes": 10**6, "rss_peak_bytes": 3 * 10**8}
+    memory = {"states": states, "peak": peak, "most": peak, **bounds, "cuda": {}, "beside_torch": outside}
+    series = {"loss": losses, "grad_norm": [1.0] * 20, "loss_scale": [], "skipped_steps": [], "rounds": steps}
+    phases = {"forward": 3e-3, "backward": 6e-3, "optimizer": 1e-3}
+    result = {"rank": rank, "outcome": "ok", "reason": "", "parameters": PSI, "phase_seconds": phases}
+    return {**result, **series, "memory": memory, "comm": comm if nd > 1 else []}
 
 
 def results(e: Experiment, speed: float = 1.0) -> list[RankResult]:
@@ -85,27 +70,25 @@ def results(e: Experiment, speed: float = 1.0) -> list[RankResult]:
 
 
 def experiments() -> list[Experiment]:
-    found = [
-        experiment(f"states-z{z}-dp{n}", dp=n, zero=z, precision="bf16")
-        for n in (1, 2, 4)
-        for z in (0, 1, 2, 3)
+    stages, bf16 = range(4), {"precision": "bf16"}
+    states = [
+        experiment(f"states-z{z}-dp{n}", dp=n, zero=z, precision="bf16") for n in (1, 2, 4) for z in stages
     ]
-    found += [
-        experiment(f"comm-z1-allreduce-dp{n}", dp=n, zero=1, zero1_reduce="all-reduce", precision="bf16")
-        for n in (2, 4)
-    ]
-    found.append(experiment("parity-single", global_batch=4))
-    found += [experiment(f"parity-z{z}-dp2", dp=2, zero=z, global_batch=4) for z in (0, 1, 2, 3)]
-    found += [
-        experiment("parity-tp2", tp=2, global_batch=4),
-        experiment("parity-tp2-sp", tp=2, sp=True, global_batch=4),
-    ]
-    found += [experiment(f"parity-z{z}-tp2-dp2", dp=2, tp=2, zero=z, global_batch=4) for z in (0, 1, 2, 3)]
-    found += [
+    reduced = {"zero": 1, "zero1_reduce": "all-reduce", **bf16}
+    parity: dict[str, dict[str, Any]] = {
+        "single": {},
+        **{f"z{z}-dp2": {"dp": 2, "zero": z} for z in stages},
+        "tp2": {"tp": 2},
+        "tp2-sp": {"tp": 2, "sp": True},
+        **{f"z{z}-tp2-dp2": {"dp": 2, "tp": 2, "zero": z} for z in stages},
+    }
+    return [
+        *states,
+        *(experiment(f"comm-z1-allreduce-dp{n}", dp=n, **reduced) for n in (2, 4)),
+        *(experiment(f"parity-{name}", global_batch=4, **layout) for name, layout in parity.items()),
         experiment("checkpoints-tp2", tp=2, recompute=True),
         experiment("checkpoints-tp2-cpu", tp=2, recompute=True, pa=True, pa_cpu=True),
     ]
-    return found
 
 
 def records() -> list[Record]:
@@ -118,10 +101,7 @@ def records() -> list[Record]:
     hung = experiment("fp16-z2-dp2", dp=2, zero=2, precision="fp16")
     found.append(experiment_record(hung, [], wall_s=60.0, outcome="hang", reason="rank 0 stopped", **common))
     for number, (stage, speed) in enumerate(((0, 1.06), (1, 1.01), (3, 0.9))):
-        a, b = (
-            experiment(f"speed-torch-z{stage}-dp2", dp=2, zero=stage),
-            experiment(f"speed-z{stage}-dp2", dp=2, zero=stage),
-        )
+        a, b = (experiment(f"speed-{name}z{stage}-dp2", dp=2, zero=stage) for name in ("torch-", ""))
         record = comparison_record(a, b, (results(a), results(b, 1 / speed)), **common)
         assert record is not None
         if number == 2:

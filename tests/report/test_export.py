@@ -1,16 +1,19 @@
-"""Tests of `repro export`: every table has the numbers of the claims and the store, in every format."""
+"""Tests of `repro export`, whose tables have the numbers of the claims and the store, and of `repro artifact`."""
 
 from __future__ import annotations
 
 import csv
 import io
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from repro import cli
+from repro.claims.reader import load_ledger
+from repro.claims.run_commands import ROOT, SuiteCatalogue, covering_globs, experiments_of
 from repro.config import Experiment, Layout, models, systems
 from repro.launch.simulated import simulate_experiment
 from repro.report.export import TABLES
@@ -73,26 +76,11 @@ def test_parquet_has_the_claims_of_the_csv(
 def test_export_of_an_empty_store_has_the_claims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = ("--results", str(tmp_path))
     assert "zero-mem-formula-stages" in exported(capsys, *results)
-    assert exported(capsys, *results, "--table", "experiments", "--format", "csv").strip() == ""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--format excel", "--format = 'excel': must be one of csv, parquet, markdown, latex"),
-        ("--table all", f"--table = 'all': must be one of {', '.join(TABLES)}, reference"),
-        ("--format parquet", "--output"),
-        ("--table records --claims zero-*", "--claims = 'zero-*': cannot be combined with --table rec"),
-        ("--claims no-such-*", "--claims = 'no-such-*': must be a glob that matches ids"),
-        ("--columns claim,size", "--columns = 'size': must be one of claim, about, title"),
-        ("--output /nowhere/x.csv", "a file in an existing folder"),
-    ],
-)
-def test_option_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
-    assert cli.main(["export", *arguments.split()]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert err.count("\n") == 1
+    for table in ("experiments", "records"):
+        assert cli.main(["export", *results, "--table", table, "--format", "csv"]) == 0
+        out, err = capsys.readouterr()
+        assert not out.strip()
+        assert err == f"note: the table is empty, because the folder {tmp_path} has no {table}\n"
 
 
 def test_steps_that_do_not_fit_have_no_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,3 +100,37 @@ def test_steps_that_do_not_fit_have_no_times(tmp_path: Path, capsys: pytest.Capt
     assert all(rows["fits"][column] for column in timed)
     assert not any(rows["does-not"][column] for column in [*timed, "mfu"])
     assert rows["does-not"]["memory.peak_bytes"]
+
+
+def test_committed_appendix_has_every_claim_once_with_its_command(tmp_path: Path) -> None:
+    path = tmp_path / "artifact.md"
+    assert cli.main(["artifact", "--output", str(path)]) == 0
+    text = path.read_text(encoding="utf-8")
+    assert (ROOT / "reports/artifact.md").read_text(encoding="utf-8") == text, "run `make artifact`"
+    named = re.findall(r"^### (\S+)$", text, re.MULTILINE)
+    assert sorted(named) == sorted(claim.id for claim in load_ledger().claims)
+    assert "repro submit suites/zero_r.toml --profile slurm/dgx2.toml" in text
+    assert "400 GPUs of dgx2" in text
+
+
+def test_commands_of_a_claim_run_only_its_experiments() -> None:
+    catalogue = SuiteCatalogue()
+    for claim in load_ledger().claims:
+        required = set(experiments_of(claim.rows))
+        commanded = set()
+        for command in catalogue.commands(required):
+            patterns = re.findall(r"--only '([^']+)'", command.text) or ["*"]
+            names = [entry.experiment.name for entry in catalogue.suites[command.suite].entries]
+            chosen = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+            assert chosen == set(command.names), (claim.id, command.text)
+            commanded |= {(command.kind, f"{command.suite}/{name}") for name in chosen}
+        assert required <= commanded, claim.id
+        # A command for a simulated experiment may also measure it on its cluster.
+        assert {name for _, name in commanded} == {name for _, name in required}, claim.id
+
+
+def test_covering_globs_are_short_and_exact() -> None:
+    assert covering_globs({"a-1", "a-2"}, ["a-1", "a-2", "b-1"]) == ["a-*"]
+    assert covering_globs({"a-1", "b-1"}, ["a-1", "a-2", "b-1"]) == ["a-1", "b-1"]
+    assert covering_globs({"a"}, ["a", "ab"]) == ["a"]
+    assert covering_globs({"a", "ab"}, ["a", "ab"]) == ["a*"]

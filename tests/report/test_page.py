@@ -22,11 +22,10 @@ from repro import __version__
 from repro.claims.headlines import headline_lines
 from repro.claims.judge import judge
 from repro.claims.other_system import Answer, load_questions
-from repro.config import ConfigError
 from repro.report.evidence import JudgedStore
 from repro.report.figures import zero_stages
 from repro.report.figures.style import DARK_THEME, GRID, INK, MUTED
-from repro.report.page.build import Report, build_report
+from repro.report.page.build import Report
 from repro.report.page.build import print_report as command
 from repro.report.page.context import SOURCE_FIGURES, template
 from tests import committed
@@ -79,7 +78,6 @@ def read_site(folder: Path) -> dict[str, str]:
 
 
 def parse_pages(site: dict[str, str]) -> dict[str, Page]:
-    """Return the pages of a site by path."""
     return {path: Page(text) for path, text in site.items() if path.endswith(".html")}
 
 
@@ -175,37 +173,32 @@ def test_headline_claims_and_sources_are_in_order(
 def test_records_and_claims_link_to_each_other(site: dict[str, str], pages: dict[str, Page]) -> None:
     rows = stored_rows(site["records.js"])
     forth = {(row["anchor"], claim) for row in rows for claim in row["claims"]}
+    links = [
+        (path, link) for path, page in pages.items() for link in page.links if path.startswith("claims/")
+    ]
     back = {
         (unquote(link).partition("#")[2], Path(path).stem)
-        for path, page in pages.items()
-        if path.startswith("claims/")
-        for link in page.links
+        for path, link in links
         if "experiments.html#" in link
     }
     assert forth == back != set()
 
 
-def test_reference_records_are_marked_with_device_and_date(site: dict[str, str]) -> None:
+def test_texts_name_reference_records_failures_and_the_program(site: dict[str, str]) -> None:
+    """The reason of a failure is data, which `site.js` inserts as text nodes, never as HTML."""
     measured = "as measured on NVIDIA H200, 2026-"
     assert f"one rank of 64, {measured}" in site["claims/zero-ddp-oom-limit.html"]
     assert "come from reference records of this package" in site["index.html"]
     devices = site["machines.html"].partition('id="devices"')[2]
     assert measured in devices.partition('href="claims/zero-ddp-oom-limit.html"')[0]
-
-
-def test_footer_has_version_and_commit_of_the_program(site: dict[str, str]) -> None:
-    rev_parse = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(rev_parse, capture_output=True, text=True, check=False).stdout[:9]
-    footer = site["index.html"].partition("<footer>")[2]
-    assert f"of repro {__version__}{' at ' if commit else ''}{commit}" in footer
-
-
-def test_failures_and_missing_intervals_are_reported(site: dict[str, str]) -> None:
-    """The reason of a failure is data, which `site.js` inserts as text nodes, never as HTML."""
     assert "without a conclusive result: smoke/fp16-z2-dp2 (hang)" in site["index.html"]
     assert "no interval" in site["experiments.html"]
     assert "step 1 <not enough>" in site["records.js"]
     assert "innerHTML" not in site["site.js"]
+    rev_parse = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(rev_parse, capture_output=True, text=True, check=False).stdout[:9]
+    footer = site["index.html"].partition("<footer>")[2]
+    assert f"of repro {__version__}{' at ' if commit else ''}{commit}" in footer
 
 
 def test_every_figure_is_on_one_page_with_its_files(
@@ -250,9 +243,8 @@ def test_json_is_one_document(
 def test_empty_store_gives_the_ledger_and_commands_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "repro.report.figures.draw_all", lambda measured, *of: [zero_stages.draw_measured_states(measured)]
-    )
+    draw = zero_stages.draw_measured_states
+    monkeypatch.setattr("repro.report.figures.draw_all", lambda measured, *of: [draw(measured)])
     (tmp_path / "out" / "figures").mkdir(parents=True)
     stale = tmp_path / "out" / "figures" / "states.svg"
     stale.touch()
@@ -264,12 +256,6 @@ def test_empty_store_gives_the_ledger_and_commands_to_run(
     assert "no records in" in capsys.readouterr().out
     assert not stale.exists()
     assert not (tmp_path / "results").exists()
-
-
-def test_output_path_of_a_file_is_an_error(synthetic_results: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"out = '.*file'"):
-        build_report(synthetic_results, tmp_path / "file")
 
 
 def test_section_on_other_systems_has_published_values_and_predictions() -> None:

@@ -84,19 +84,22 @@ def test_invalid_lines_are_named_and_other_lines_are_read(tmp_path: Path) -> Non
         "{}": "kind: must be one of experiment",
         without("metrics"): "metrics: missing in a record of kind experiment",
         valid(metrics=[]): "metrics: of another type in a record of kind experiment",
+        valid(metrics={"step_seconds.median": float("nan")}): "not a record",
         valid(experiment={}): "experiment.model: missing in a record of kind experiment",
         '{"kind": "comparison"}': "suite: missing in a record of kind comparison",
     }
-    path = write(tmp_path, valid(), *remarks, valid(name="after"))
+    path = write(tmp_path, valid(), *remarks, "", "  ", valid(name="after"))
     found = evidence.read_store(tmp_path / "results")
     assert [record.name for record in found.records] == ["states-z0-dp1", "after"]
     for number, (remark, message) in enumerate(zip(found.torn, remarks.values(), strict=True), 2):
         assert remark.startswith(f"{path}:{number}: {message}")
 
 
-@pytest.mark.usefixtures("without_figures")
-def test_page_reports_failures_invalid_lines_and_records_of_other_protocols(tmp_path: Path) -> None:
-    """The store has no conclusive record."""
+def test_page_reports_failures_invalid_lines_and_records_of_other_protocols(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has no conclusive record. The page has no figures, which would take most of its time."""
+    monkeypatch.setattr("repro.report.figures.draw_all", lambda *of: [])
     others = [valid(protocol=protocol, name="of-another-protocol") for protocol in (PROTOCOL + 1, None)]
     kinds = ("hang", "error", "timeout")
     failed = [valid(name=k, outcome=k, reason=f"it was {k}", metrics={}, series={}) for k in kinds]

@@ -7,31 +7,12 @@ import re
 from dataclasses import replace
 from math import exp
 from pathlib import Path
+from typing import Any
 
 import pytest
-import synthetic
-from overlaps import text_layout_errors
 
 from repro.accuracy.validate import machine as validate_machine
-from repro.accuracy.validate.published import (
-    A100_MEGATRON,
-    BOUND,
-    CALIBRATION,
-    FAMILIES,
-    GAIN,
-    MEMORY,
-    RATE,
-    RATIO,
-    V100_MEGATRON,
-    V100_ZERO,
-    Point,
-    claim_statistics,
-    conformal_margin,
-    conformity_score,
-    family_statistics,
-    points,
-    source_statistics,
-)
+from repro.accuracy.validate import published
 from repro.claims.judge import judge
 from repro.cli import main
 from repro.config.systems import load_system_file as load_system
@@ -43,6 +24,8 @@ from repro.simulate.record import failed_record
 from repro.simulate.time.calibration import BASES, PUBLISHED_POINT, UNCALIBRATED
 from tests import committed
 from tests.records import changed
+from tests.report import synthetic
+from tests.report.overlaps import text_layout_errors
 
 pytestmark = pytest.mark.usefixtures("report_style")
 LEDGER = committed.ledger()
@@ -64,11 +47,11 @@ def record(suite: str, name: str, flops: float, samples: float = 100.0, **memory
     return replace(made, outcome="ok", metrics=metrics)
 
 
-def all_points(*records: ExperimentRecord) -> list[Point]:
-    return points(judge(LEDGER, records), records)
+def all_points(*records: ExperimentRecord) -> list[published.Point]:
+    return published.points(judge(LEDGER, records), records)
 
 
-def counted_points(*records: ExperimentRecord) -> list[Point]:
+def counted_points(*records: ExperimentRecord) -> list[published.Point]:
     return [point for point in all_points(*records) if not point.left_out]
 
 
@@ -84,7 +67,7 @@ def test_one_run_counts_once_in_its_family() -> None:
     seen = all_points(record("megatron_2021", "table1-7.5b", 150e12))
     assert {point.runs for point in seen} == {("megatron_2021/table1-7.5b",)}
     (point,) = (point for point in seen if not point.left_out)
-    assert (point.unit, point.family, point.kind) == ("TFLOP/s", A100_MEGATRON, RATE)
+    assert (point.unit, point.family, point.kind) == ("TFLOP/s", published.A100_MEGATRON, published.RATE)
     assert point.published == 142
     assert point.error == pytest.approx(150 / 142 - 1)
     assert len(seen) == 3
@@ -98,9 +81,9 @@ def test_a_point_has_the_weaker_basis_of_its_runs() -> None:
     layout = {**zero.conditions["layout"], "kernels": "fused"}
     seen = all_points(megatron, changed(zero, experiment={**zero.conditions, "layout": layout}))
     bases = {(point.kind, point.runs): point.rests_on for point in seen}
-    assert bases[RATE, (zero.label,)] == UNCALIBRATED
-    assert bases[RATE, (megatron.label,)] == PUBLISHED_POINT
-    assert {basis for (kind, _), basis in bases.items() if kind == RATIO} == {UNCALIBRATED}
+    assert bases[published.RATE, (zero.label,)] == UNCALIBRATED
+    assert bases[published.RATE, (megatron.label,)] == PUBLISHED_POINT
+    assert {basis for (kind, _), basis in bases.items() if kind == published.RATIO} == {UNCALIBRATED}
 
 
 def test_step_times_are_compared_as_rates() -> None:
@@ -111,10 +94,10 @@ def test_step_times_are_compared_as_rates() -> None:
 
 def test_calibration_values_and_bounds_are_omitted() -> None:
     base = record("megatron_2019", "meg1-1.2b-mp1", 39e12)
-    assert {point.left_out for point in all_points(base)} == {CALIBRATION}
+    assert {point.left_out for point in all_points(base)} == {published.CALIBRATION}
     seen = all_points(record("zero_throughput", "fig2-100b-zero", 40e12))
     reasons = {point.label: point.left_out for point in seen if point.claim == "zero-fig2-throughput"}
-    bounds = dict.fromkeys(("100B per GPU (text)", "100B on 400 GPUs (text)"), BOUND)
+    bounds = dict.fromkeys(("100B per GPU (text)", "100B on 400 GPUs (text)"), published.BOUND)
     assert reasons == {**bounds, "100B: ZeRO per GPU": ""}
 
 
@@ -122,9 +105,9 @@ def test_ratios_have_two_runs_and_a_side_of_one() -> None:
     both = [record("deepspeed_64gpu", f"64gpu-4b-{who}", 1e12) for who in ("deepspeed", "megatron")]
     for megatron, right in ((50, True), (120, False)):
         both[1].metrics["samples_per_s"] = megatron
-        (point,) = (point for point in counted_points(*both) if point.kind == RATIO)
+        (point,) = (point for point in counted_points(*both) if point.kind == published.RATIO)
         assert point.name == "ds-64gpu-table/4B:-DeepSpeed-over-Megatron"
-        assert (point.kind, point.family, point.right_side) == (RATIO, V100_ZERO, right)
+        assert (point.kind, point.family, point.right_side) == (published.RATIO, published.V100_ZERO, right)
         assert point.predicted == 100 / megatron
 
 
@@ -134,7 +117,7 @@ def test_gains_in_percent_are_not_ratios() -> None:
     both[0].metrics["hardware_flops_per_s.device"] = 1.07e12
     gains = {(point.claim, point.label): point for point in all_points(*both)}
     gain = gains["meg2-fused-kernels", "175B"]
-    assert (gain.left_out, gain.predicted) == (GAIN, pytest.approx(7))
+    assert (gain.left_out, gain.predicted) == (published.GAIN, pytest.approx(7))
 
 
 def test_peak_memory_has_an_error_limit_and_source_statistics() -> None:
@@ -145,13 +128,15 @@ def test_peak_memory_has_an_error_limit_and_source_statistics() -> None:
         record("memory", "bloom-181b-dp4-tp8-pp12-mb1", 1e12, used=29 * 2**30),
         record("zero_r", "fig7-c2-40b", 1e12, reserved=24.2e9 / 2),
     )
-    peaks = [point for point in seen if point.kind == MEMORY]
+    peaks = [point for point in seen if point.kind == published.MEMORY]
     assert [point.error for point in peaks] == pytest.approx([-0.5, 0.04, -0.06, 0.0], abs=1e-6)
-    by_name = {family.name: family for family in family_statistics(seen)}
+    by_name = {family.name: family for family in published.family_statistics(seen)}
     assert (by_name["peak memory"].points, by_name["peak memory"].close) == (4, 2)
-    by_source = {source.name: (source.points, source.close) for source in source_statistics(seen)}
+    by_source = {source.name: (source.points, source.close) for source in published.source_statistics(seen)}
     assert by_source == {"ZERO3": (1, 0), "VOCAB": (2, 1), "BIGSCIENCE": (1, 1)}
-    assert not any(p.kind == MEMORY for p in all_points(record("megatron_2021", "table1-7.5b", 150e12)))
+    assert not any(
+        p.kind == published.MEMORY for p in all_points(record("megatron_2021", "table1-7.5b", 150e12))
+    )
 
 
 def test_families_have_median_and_worst_errors() -> None:
@@ -160,14 +145,16 @@ def test_families_have_median_and_worst_errors() -> None:
         record("zero_throughput", "fig2-40b-megatron", 5.0e12 * 2),
         record("zero_throughput", "fig2-8b-zero", 36.9e12 * 0.95),
     )
-    by_name = {family.name: family for family in family_statistics(seen)}
-    assert set(by_name) == {V100_MEGATRON, V100_ZERO, "all rates", "ratios"}
-    assert by_name[V100_MEGATRON].median == pytest.approx(0.55)
+    by_name = {family.name: family for family in published.family_statistics(seen)}
+    assert set(by_name) == {published.V100_MEGATRON, published.V100_ZERO, "all rates", "ratios"}
+    assert by_name[published.V100_MEGATRON].median == pytest.approx(0.55)
     assert (by_name["all rates"].points, by_name["all rates"].close) == (3, 2)
     assert by_name["all rates"].median == pytest.approx(0.1)
     assert by_name["all rates"].worst.label == "40B: baseline per GPU"
-    assert family_statistics([]) == []
-    (slow, _) = family_statistics(all_points(record("zero_throughput", "fig2-8b-megatron", 23.2e12 * 0.6)))
+    assert published.family_statistics([]) == []
+    (slow, _) = published.family_statistics(
+        all_points(record("zero_throughput", "fig2-8b-megatron", 23.2e12 * 0.6))
+    )
     assert (slow.points, slow.close, slow.median) == (1, 0, pytest.approx(0.4))
 
 
@@ -202,6 +189,10 @@ def test_validate_command_prints_text_json_and_figure(
         "zero-fig2-throughput/8B:-baseline-per-GPU",
         "zero-fig2-throughput/8B:-speed-up",
     ]
+    assert "--evidence simulated" in printed("--results", str(tmp_path)), "a store without predictions"
+    picture = ["--svg", str(tmp_path / "y.svg")]
+    assert main(["validate", "--results", str(tmp_path), *picture]) == 2
+    assert "error: --svg" in capsys.readouterr().err
 
 
 def test_large_errors_are_explained_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,39 +210,26 @@ def test_large_errors_are_explained_once(tmp_path: Path, capsys: pytest.CaptureF
     assert {size for size in ("80B", "100B") if f"{size}: baseline" in output} == {"80B", "100B"}
 
 
-def test_missing_predictions_name_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "--results", str(tmp_path)]) == 0
-    assert "--evidence simulated" in capsys.readouterr().out
-    assert main(["validate", "--results", str(tmp_path), "--svg", str(tmp_path / "x.svg")]) == 2
-    assert "error: --svg" in capsys.readouterr().err
-
-
-def test_figure_shows_only_counted_points() -> None:
+def test_figure_shows_only_counted_points_and_names_their_families() -> None:
     seen = all_points(
         record("zero_throughput", "fig2-8b-megatron", 40e12),
         record("zero_throughput", "fig2-8b-zero", 40e12),
         record("megatron_2019", "meg1-1.2b-mp1", 39e12),
     )
-    drawing = draw_all([], [], (), seen)[-1]
-    assert drawing.figure is not None
+    drawing: Any = draw_all([], [], (), seen)[-1]
     assert drawing.records == ("zero_throughput/fig2-8b-megatron", "zero_throughput/fig2-8b-zero")
     left, right = drawing.figure.axes
     texts = [text.get_text() for axes in (left, right) for text in axes.texts]
     assert "zero-fig2-throughput, 8B" in texts
     assert left.get_legend() is None, "a legend inside a panel would cover labels"
-    (legend,) = drawing.figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == [V100_MEGATRON, V100_ZERO]
-    assert text_layout_errors(drawing.figure) == []
+    rate = next(point for point in seen if not point.left_out)
+    every: Any = validation.draw_validation([replace(rate, family=name) for name in published.FAMILIES])
+    names = [published.V100_MEGATRON, published.V100_ZERO]
+    for figure, families in ((drawing.figure, names), (every.figure, list(published.FAMILIES))):
+        (legend,) = figure.legends
+        assert [text.get_text() for text in legend.get_texts()] == families
+        assert text_layout_errors(figure) == []
     assert validation.draw_validation([]).missing == validation.VALIDATION_COMMAND
-
-
-def test_legend_names_every_family_inside_the_figure() -> None:
-    (rate,) = counted_points(record("zero_throughput", "fig2-8b-zero", 40e12))
-    drawing = validation.draw_validation([replace(rate, family=family) for family in FAMILIES])
-    assert drawing.figure is not None
-    assert text_layout_errors(drawing.figure) == []
-    (legend,) = drawing.figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == list(FAMILIES)
 
 
 def test_figure_has_a_vertical_line_for_each_interval() -> None:
@@ -259,8 +237,7 @@ def test_figure_has_a_vertical_line_for_each_interval() -> None:
     (rate,) = counted_points(record("zero_throughput", "fig2-8b-zero", 40e12))
     (time,) = counted_points(record("yuan", "yuan-245b", 100e12, samples=3360 / 50))
     intervals = [replace(rate, low=30.0, high=44.0), replace(time, low=40.0, high=80.0)]
-    drawn = validation.draw_validation(intervals)
-    assert drawn.figure is not None
+    drawn: Any = validation.draw_validation(intervals)
     lines = drawn.figure.axes[0].lines
     vertical = [sorted(line.get_ydata()) for line in lines if len(set(line.get_xdata())) == 1]
     assert vertical == [pytest.approx([30, 44]), pytest.approx([100 * 50 / 80, 100 * 50 / 40])]
@@ -273,18 +250,22 @@ def test_margins_come_from_other_reports_only() -> None:
     sizes = "1.5b 8b 40b 60b 80b 100b 120b 140b 170b"
     others = [record("zero_throughput", f"fig2-{size}-zero", 30e12) for size in sizes.split()]
     seen = all_points(*of_one, *others)
-    rates = [point for point in seen if point.kind == RATE and not point.left_out]
+    rates = [point for point in seen if point.kind == published.RATE and not point.left_out]
     reports = {("MEG2" in point.reports, "ZERO3" in point.reports) for point in rates}
     assert reports == {(True, False), (False, True)}
     for point in rates:
         others_of_point = [other for other in rates if not other.reports & point.reports]
-        scores = [conformity_score(other.low, other.high, other.published) for other in others_of_point]
-        assert point.margin == conformal_margin(scores) is not None
+        scores = [
+            published.conformity_score(other.low, other.high, other.published) for other in others_of_point
+        ]
+        assert point.margin == published.conformal_margin(scores) is not None
         assert point.wider == pytest.approx((point.low * exp(-point.margin), point.high * exp(point.margin)))
     assert all(point.margin is None for point in seen if point.left_out)
-    (family,) = (one for one in family_statistics(seen) if one.name == "all rates")
+    (family,) = (one for one in published.family_statistics(seen) if one.name == "all rates")
     assert (family.wider, family.held_wider) == (len(rates), sum(point.holds_wider for point in rates))
-    assert sum(claim.points for claim in claim_statistics(seen)) == sum(not point.left_out for point in seen)
+    assert sum(claim.points for claim in published.claim_statistics(seen)) == sum(
+        not point.left_out for point in seen
+    )
 
 
 def test_measured_runs_are_predicted_on_a_system_file(

@@ -1,4 +1,4 @@
-"""Tests of `repro plan`: JSON and text, several systems, prices, the next command, the map, and worker processes."""
+"""Tests of `repro plan` (JSON and text, several systems, prices, maps, worker processes) and of `repro fit`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from repro import cli
-from repro.config import ConfigError, systems
+from repro.config import ConfigError, Layout, models, systems
+from repro.config.engines import unfused_attention_note
+from repro.config.systems import load_system_file
+from repro.report.text.fit_and_plan import print_fits
 from repro.simulate.plan.candidates import parse_memory_size
 from repro.simulate.plan.rows import OK, OOM
 from repro.util import units
-from tests.cli.conftest import GPT2, Run
+from tests.cli.conftest import FIT, GPT2, Run
 
 pytestmark = pytest.mark.usefixtures("in_process")
 PLANS = """
@@ -131,27 +136,24 @@ def test_only_worker_processes_of_a_plan_import_torch(tmp_path: Path) -> None:
 
 
 CONTEXT = systems.load_system_file("dgx2").context()
-LIMITS = (CONTEXT + 271e6, CONTEXT + 1e9)
+LIMITS = (CONTEXT + 271_000_000, CONTEXT + 1_000_000_000)
+TWO_LIMITS = ",".join(map(str, LIMITS))
 
 
 @pytest.fixture
-def shallow_model(tiny_model: str) -> str:
+def map_command(tiny_model: str) -> list[str]:
+    """Return the command of a map for a model of two layers, without memory limits."""
     path = Path(tiny_model)
     path.write_text(path.read_text().replace("layers = 4", "layers = 2"))
-    return tiny_model
+    options = "--system dgx2 --gpus 4 --global-batch 8 --recompute --map --memory-limit"
+    return ["plan", "--model", tiny_model, *options.split()]
 
 
-def map_command(model: str, *limits: float) -> list[str]:
-    plan = ["plan", "--model", model, "--system", "dgx2", "--gpus", "4", "--global-batch", "8", "--recompute"]
-    return [*plan, "--map", "--memory-limit", ",".join(f"{limit:.0f}" for limit in limits)]
-
-
-def test_json_of_a_map_has_every_cell_for_every_limit(
-    capsys: pytest.CaptureFixture[str], shallow_model: str
-) -> None:
-    assert cli.main([*map_command(shallow_model, *LIMITS), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["limits_bytes"] == [int(limit) for limit in LIMITS]
+def test_json_of_a_map_has_every_cell_for_every_limit(run: Run, map_command: list[str]) -> None:
+    code, out = run(*map_command, TWO_LIMITS, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["limits_bytes"] == list(LIMITS)
     assert len({(cell["tp"], cell["pp"]) for cell in found["cells"]}) == len(found["cells"]) == 6
     for cell in found["cells"]:
         if not cell["answers"]:
@@ -166,15 +168,15 @@ def test_json_of_a_map_has_every_cell_for_every_limit(
             layout = answer["layout"]
             assert (layout["zero"], layout["micro_batch"], layout["recompute"]) == (0, 1, True)
             communicators = answer["memory"]["communicator_bytes"]
-            assert answer["memory"]["limit_bytes"] == int(limit) - int(CONTEXT) - communicators
+            assert answer["memory"]["limit_bytes"] == limit - CONTEXT - communicators
             assert bool(answer["ruled_out_by"]) == (answer["outcome"] == OOM)
     first = {answer["outcome"] for cell in found["cells"] for answer in cell["answers"][:1]}
     assert OOM in first
 
 
-def test_text_of_a_map_shows_the_causes(capsys: pytest.CaptureFixture[str], shallow_model: str) -> None:
-    assert cli.main([*map_command(shallow_model, *LIMITS), "--pp", "1"]) == 0
-    out = capsys.readouterr().out
+def test_text_of_a_map_shows_the_causes(run: Run, map_command: list[str]) -> None:
+    code, out = run(*map_command, TWO_LIMITS, "--pp", "1")
+    assert code == 0
     for words in (
         "micro-batch 1, global batch 8",
         "recomputation",
@@ -187,29 +189,82 @@ def test_text_of_a_map_shows_the_causes(capsys: pytest.CaptureFixture[str], shal
     assert "tp x pp with more than" in out
     assert re.search(r", due to (parameters|gradients|optimizer states): \d x \d", out)
     assert max(map(len, out.splitlines())) <= 100
-    assert cli.main(map_command(shallow_model, CONTEXT + 1e5)) == 1, "no layout fits"
-    assert "does not fit" in capsys.readouterr().out
+    code, out = run(*map_command, str(CONTEXT + 100_000))
+    assert (code, "does not fit" in out) == (1, True)
 
 
-@pytest.mark.parametrize(
-    ("text", "bytes_"),
-    [
-        *(
-            ("32GB", 32e9),
-            ("32GiB", 32 * 2**30),
-            ("16e9", 16e9),
-            ("1.5 TB", 1.5e12),
-            ("500mb", 5e8),
-            ("7b", 7),
-        ),
-        ("", None),
-    ],
-)
-def test_memory_size_is_parsed(text: str, bytes_: float | None) -> None:
-    assert parse_memory_size(text) == bytes_
+def test_memory_size_is_parsed_or_refused() -> None:
+    sizes = {
+        "32GB": 32e9,
+        "32GiB": 32 * 2**30,
+        "16e9": 16e9,
+        "1.5 TB": 1.5e12,
+        "500mb": 5e8,
+        "7b": 7,
+        "": None,
+    }
+    assert {text: parse_memory_size(text) for text in sizes} == sizes
+    for text in ("x", "-3", "0", "32 G", "1e99", "GB", "nan"):
+        with pytest.raises(ConfigError, match="memory_limit"):
+            parse_memory_size(text)
 
 
-@pytest.mark.parametrize("text", ["x", "-3", "0", "32 G", "1e99", "GB", "nan"])
-def test_invalid_memory_size_is_an_error(text: str) -> None:
-    with pytest.raises(ConfigError, match="memory_limit"):
-        parse_memory_size(text)
+def test_fit_compares_the_zero_stages(run: Run) -> None:
+    """Without --zero, the table has one row per stage, equal to the result with --zero of this stage."""
+    command = [*FIT, "--memory-limit", "1.4GB"]
+    code, out = run(*command)
+    assert code == 0
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if re.match(r" +\d ", line)}
+    assert list(rows) == ["0", "1", "2", "3"]
+    parameters = {}
+    for stage, row in rows.items():
+        found = json.loads(run(*command, "--zero", stage, "--json")[1])
+        largest = found["largest"]
+        assert row[1:3] == [units.parameter_count(largest["params"]), str(largest["layers"])]
+        assert found["first_failing"]["layers"] == largest["layers"] + 1
+        assert found["traces"] == len(found["trials"])
+        parameters[stage] = largest["params"]
+    assert f"parameters with ZeRO {max(parameters, key=parameters.__getitem__)}." in out
+    code, out = run(*command, "--zero", stage, "--details")
+    assert code == 0
+    for words in (f"{row[1]} parameters.", found["binding"], "Failure: ", "traces"):
+        assert words in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_context_parallel_ranks_fit_more_layers(run: Run) -> None:
+    """Two ranks that split the tokens of a sample fit more layers than two ranks with one sample each."""
+    command = [*FIT[:-1], "2048", "--memory-limit", "1.5GB", "--json"]
+    found = [json.loads(run(*command, "--cp", str(cp))[1]) for cp in (1, 2)]
+    assert [(fit["layout"]["cp"], fit["layout"]["dp"]) for fit in found] == [(1, 2), (2, 1)]
+    data_parallel, context_parallel = (fit["largest"]["layers"] for fit in found)
+    assert data_parallel < context_parallel <= 2 * data_parallel + 1
+
+
+def test_fit_names_the_zero_stages_of_the_software(capsys: pytest.CaptureFixture[str]) -> None:
+    document = dict.fromkeys(("largest", "first_failing", "binding"))
+    document |= {"sizes": {"vocab": 1, "seq": 1, "hidden": 1}, "search": "layers", "gpus": 4}
+    document |= {"limit_bytes": 1, "communicator_bytes": 0}
+    model, system = models.load_model("gpt2-1.5b"), load_system_file("dgx2")
+    layouts = (Layout(dp=4, zero=stage) for stage in (0, 1, 3))  # the stages of DeepSpeed in 2021
+    fits: Any = [(SimpleNamespace(model=model, layout=one, system=system), document) for one in layouts]
+    print_fits(fits, "")
+    assert "ZeRO 0, 1 and 3" in capsys.readouterr().out
+
+
+def test_fit_notes_attention_heads_without_a_fused_kernel(run: Run) -> None:
+    for heads, keys, capability, has_note in (
+        (16, {}, "7.0", True),  # head width 100
+        (25, {}, "7.0", False),  # head width 64, as in `suites/one_gpu.toml`
+        (16, {}, "8.0", False),
+        (16, {}, "", False),
+        (16, {"precision": "fp32"}, "7.0", False),
+        (16, {"kernels": "unfused"}, "7.0", False),
+    ):
+        model = replace(models.load_model("gpt2-1.5b"), heads=heads)
+        layout = Layout(**{"precision": "fp16", **keys})
+        assert bool(unfused_attention_note(model, layout, capability)) is has_note
+    options = "--system dgx2 --gpus 1 --hidden 1600 --heads 16 --precision fp16 --micro-batch 1 --recompute"
+    code, out = run("fit", *options.split())
+    assert code == 0
+    assert "Attention heads of width 100 are not a multiple of 8" in " ".join(out.split())
