@@ -19,6 +19,7 @@ from repro.config.timing import Provenance
 from repro.measure.local_system import discover
 from repro.parallel.ledger import RING_PASSES
 from repro.simulate.placement import group_members
+from repro.simulate.time.interconnect import Ring
 from repro.simulate.time.network import Network
 from tests.simulate.time.networks import groups, network, networks, number, ops, payloads, with_link
 
@@ -256,6 +257,21 @@ def test_link_class_and_members_per_node_select_the_measurement() -> None:
     assert found.seconds("all_reduce", "tp", 5000) == pytest.approx(1e-3)
     assert found.seconds("all_reduce", "dp", 5000) == pytest.approx(4e-3)
     assert network(system, dp=4).seconds("all_reduce", "dp", 5000) == pytest.approx(8e-3)
+
+
+@pytest.mark.parametrize(("cores_s", "expected"), [(5e-3, 3 * 5e-3), (1e-3, 3 * 1.001e-3)])
+def test_a_ring_step_takes_the_longer_of_its_message_and_its_copies(cores_s: float, expected: float) -> None:
+    """Each of the three steps sends 1 MB at 1 GB/s with 1 us latency."""
+    ring = Ring(ranks=4, nodes=1, rate=1e9, start=0, inside=1e-6, between=0, half=0, chunk=0)
+    found = ring.seconds("all_gather", 4_000_000, cores_s=lambda _: cores_s)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_lower_bound_of_all_gathers_has_the_latency_of_each() -> None:
+    found = network("dgx2", dp=64)
+    empty, full = (found.seconds("all_gather", "dp", payload) for payload in (0, LARGE))
+    assert 0 < empty < full
+    assert found.least_seconds("all_gather", "dp", LARGE, 4) == pytest.approx(3 * empty + full)
 
 
 def test_a_missing_inter_node_link_is_an_error() -> None:
