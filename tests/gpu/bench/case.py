@@ -54,9 +54,9 @@ class BenchCase:
         return [*self.ways, *([COMPILED] if EAGER in self.ways and COMPILED not in self.ways else [])]
 
 
-def kernel_and_plain(ours: Callable[[Inputs, bool], Any]) -> dict[str, Way]:
-    """Return the two implementations `ours(inputs, plain)` by name."""
-    return {KERNEL: partial(ours, plain=False), PLAIN: partial(ours, plain=True)}
+def implementations(ours: Callable[[Inputs, bool], Any], eager: Way) -> dict[str, Way]:
+    """Return the two implementations `ours(inputs, plain)` and an implementation with users' usual code, by name."""
+    return {KERNEL: partial(ours, plain=False), PLAIN: partial(ours, plain=True), EAGER: eager}
 
 
 class _MovedBytes(TorchDispatchMode):
