@@ -16,7 +16,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -64,10 +64,48 @@ from repro.parallel import tensor  # noqa: E402
 from repro.parallel.transports import NoTransport  # noqa: E402
 from repro.simulate.trace.recorder import innermost_line  # noqa: E402
 from tests.fake_cuda.counts import Counts  # noqa: E402
-from tests.fake_cuda.rules import violations  # noqa: E402
 from tests.training import TINY, tiny  # noqa: E402
 
 line = innermost_line(("repro",))
+
+
+# Requirements of CUDA operators on their operands that neither CPU operators nor `FakeTensorMode` check.
+FIRST_TWO = ("mm", "bmm", "mv", "dot", "gelu_backward", "lerp", "lerp_", "_foreach_lerp_")
+FIRST_THREE = (
+    *("addmm", "addmm_", "addmv", "baddbmm", "baddbmm_"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+)
+ONE_DTYPE: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(FIRST_TWO, (0, 1)),
+    **dict.fromkeys(FIRST_THREE, (0, 1, 2)),
+    **dict.fromkeys(("scatter_add", "scatter_add_", "index_add", "index_add_", "index_copy_"), (0, 3)),
+    **dict.fromkeys(("index_put", "index_put_"), (0, 2)),
+    "native_layer_norm": (0, 2, 3),  # x, weight and bias: pytorch/pytorch#135969
+    "native_layer_norm_backward": (0, 1, 5, 6),
+    "_fused_adamw_": (0, 1, 2, 3),
+}
+"""Indices of the arguments whose tensors must have the same dtype, by operator."""
+
+SYNCS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "is_nonzero", "equal"}
+"""Operators after which the host waits for the device."""
+
+
+def violations(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Iterator[str]:
+    """Yield the requirements of CUDA that a call of `aten::<name>` violates, and waits for the device."""
+    tensors = [t for t in tree_leaves((arguments, keywords)) if isinstance(t, Tensor)]
+    types = {t.device.type for t in tensors if t.dim()}
+    if len(types) > 1 and name not in ("copy_", "_to_copy"):
+        yield f"{name} on tensors of {' and '.join(sorted(types))}"
+    if name in SYNCS and "cuda" in {t.device.type for t in tensors}:
+        yield f"{name} waits for the device"
+    if name == "copy_" and len(types) > 1:
+        host = next(t for t in tensors if t.device.type == "cpu")
+        if not host.is_pinned():
+            yield "copy_ between the device and pageable memory"
+    checked = [arguments[i] for i in ONE_DTYPE.get(name, ()) if i < len(arguments)]
+    dtypes = {t.dtype for t in tree_leaves(checked) if isinstance(t, Tensor)}
+    if len(dtypes) > 1:
+        yield f"{name} on {' and '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
 
 
 class FakeLauncher:

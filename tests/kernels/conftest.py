@@ -52,8 +52,6 @@ class GpuHost:
 
 
 class _LoggedProgram:
-    """A loaded program that logs its launches."""
-
     def __init__(self, loaded: Loaded, launched: list[str]):
         self._loaded, self._launched = loaded, launched
 

@@ -80,7 +80,6 @@ class Host:
         assert done.returncode == 0, done.stderr[:3000]
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a binding on tensors of the CPU."""
         return function(self, *arguments)
 
     def after_launch(self, library: ctypes.CDLL) -> None:
@@ -93,8 +92,6 @@ class Host:
 
 
 class HostProgram:
-    """A program compiled to a shared object."""
-
     def __init__(self, host: Host, program: Program, path: Path):
         self.host = host
         entries = "".join(_ENTRY.format(name=name) for name in program.kernels)

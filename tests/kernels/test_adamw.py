@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ OPTIONS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "weight_dec
 
 
 def torch_adamw(start: list[Tensor], grads: list[list[Tensor]], lr: list[float]) -> list[Tensor]:
-    """Return the parameters in fp64 after steps of torch's AdamW."""
     params = [torch.nn.Parameter(p.double()) for p in start]
     optimizer = torch.optim.AdamW(
         params, lr=1.0, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1, foreach=False
@@ -103,43 +103,39 @@ def assert_update_matches_reference(groups: list[list[Tensor]], **scalars: float
 @pytest.mark.usefixtures("implementation")
 @settings(max_examples=15)
 @given(
-    shapes=st.lists(
-        st.tuples(st.sampled_from([0, 1, 3, 7, 8, 30, 1029, 8192, 8195]), st.integers(0, 3)),
-        min_size=1,
-        max_size=4,
-    ),
-    chunk=st.integers(20, 9000),
-    kind=st.sampled_from([FP32, FP16, BF16]),
-    step=st.integers(1, 2000),
-    found=st.sampled_from([None, 0.0, 1.0]),
-    copied=st.booleans(),
-    agree=st.booleans(),
+    st.builds(
+        SimpleNamespace,
+        shapes=st.lists(
+            st.tuples(st.sampled_from([0, 1, 3, 7, 8, 30, 1029, 8192, 8195]), st.integers(0, 3)),
+            min_size=1,
+            max_size=4,
+        ),
+        chunk=st.integers(20, 9000),
+        kind=st.sampled_from([FP32, FP16, BF16]),
+        step=st.integers(1, 2000),
+        found=st.sampled_from([None, 0.0, 1.0]),
+        copied=st.booleans(),
+        agree=st.booleans(),
+    )
 )
-def test_adamw_of_any_sizes_alignments_and_chunks(
-    shapes: list[tuple[int, int]],
-    chunk: int,
-    kind: torch.dtype,
-    step: int,
-    found: float | None,
-    copied: bool,
-    agree: bool,
-) -> None:
-    copied = copied or kind != FP32
-    scale = None if found is None else 64.0
-    torch.manual_seed(step)
+def test_adamw_of_any_sizes_alignments_and_chunks(drawn: SimpleNamespace) -> None:
+    kind, copied = drawn.kind, drawn.copied or drawn.kind != FP32
+    scale = None if drawn.found is None else 64.0
+    torch.manual_seed(drawn.step)
     groups: list[list[Tensor]] = [[], [], [], [], []]
     checks = []
-    for size, offset in shapes:
+    for size, offset in drawn.shapes:
         gradient = (scale or 1.0) * torch.randn(size)
         values = [torch.randn(size), gradient.to(kind), torch.randn(size), torch.rand(size)]
         values += [torch.zeros(size, dtype=FP16 if kind == FP32 else kind)] if copied else []
         for i, value in enumerate(values):
-            tensor, check = placed(value, offset + (0 if agree else i))
+            tensor, check = placed(value, offset + (0 if drawn.agree else i))
             groups[i].append(tensor)
             checks.append(check)
+    scalars = {"step": float(drawn.step), "lr": 3e-3, "grad_scale": scale, "found_inf": drawn.found}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adamw, "CPU_CHUNK_ELEMENTS", chunk)
-        assert_update_matches_reference(groups, step=float(step), lr=3e-3, grad_scale=scale, found_inf=found)
+        patch.setattr(adamw, "CPU_CHUNK_ELEMENTS", drawn.chunk)
+        assert_update_matches_reference(groups, **scalars)
     for check in checks:
         check()
 

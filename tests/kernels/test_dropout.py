@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,30 +53,24 @@ def test_dropout_with_and_without_bias_and_residual(
 
 @settings(max_examples=10)
 @given(
-    kind=st.sampled_from([torch.float32, torch.float16]),
-    shape=st.tuples(st.integers(1, 4), st.integers(1, 9), st.sampled_from([7, 8, 72])),
-    place=st.tuples(st.integers(0, 2**62), st.integers(0, 1000), st.integers(0, 30)),
-    extra=st.integers(0, 20),
-    p=st.sampled_from([0.1, 0.5]),
-    has_operands=st.booleans(),
-    jump=st.sampled_from([0, 1, 40]),
-    chunk=st.integers(1, 300),
+    drawn=st.builds(
+        SimpleNamespace,
+        kind=st.sampled_from([torch.float32, torch.float16]),
+        shape=st.tuples(st.integers(1, 4), st.integers(1, 9), st.sampled_from([7, 8, 72])),
+        place=st.tuples(st.integers(0, 2**62), st.integers(0, 1000), st.integers(0, 30)),
+        extra=st.integers(0, 20),
+        p=st.sampled_from([0.1, 0.5]),
+        has_operands=st.booleans(),
+        jump=st.sampled_from([0, 1, 40]),
+        chunk=st.integers(1, 300),
+    )
 )
-def test_dropout_of_any_size_and_place(
-    implementation: Host | None,
-    kind: torch.dtype,
-    shape: tuple[int, int, int],
-    place: tuple[int, int, int],
-    extra: int,
-    p: float,
-    has_operands: bool,
-    jump: int,
-    chunk: int,
-) -> None:
-    key, first_sample, first_position = place
-    rows = (first_position + shape[1] + extra + jump, first_position, True, shape[1] // 2, jump)
+def test_dropout_of_any_size_and_place(implementation: Host | None, drawn: SimpleNamespace) -> None:
+    kind, shape, p, has_operands, jump = drawn.kind, drawn.shape, drawn.p, drawn.has_operands, drawn.jump
+    key, first_sample, first_position = drawn.place
+    rows = (first_position + shape[1] + drawn.extra + jump, first_position, True, shape[1] // 2, jump)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("repro.kernels.library.CPU_CHUNK", chunk)
+        patch.setattr("repro.kernels.library.CPU_CHUNK", drawn.chunk)
         assert_dropout_matches_fp64(shape, kind, has_operands, has_operands, p, key, first_sample, *rows)
     if implementation is not None:  # A key in device memory replaces the arguments for key and sample.
         x = torch.randn(shape).to(kind).requires_grad_()

@@ -182,7 +182,6 @@ LossFn = Callable[[nn.Module, Tensor], Tensor]
 
 
 def loss_fn(module: nn.Module, x: Tensor) -> Tensor:
-    """Return the mean square of the output of one forward pass."""
     return module(x).square().mean()
 
 
@@ -254,7 +253,6 @@ def reference(kind: type[nn.Module], loss_of: LossFn = loss_fn) -> dict[str, Ten
 def assert_same(
     found: list[dict[str, Tensor]], expected: dict[str, Tensor], rtol: float = 1e-4, atol: float = 1e-6
 ) -> None:
-    """Compare the parameters of every rank with those of one process."""
     for mine in found:
         assert mine.keys() == expected.keys()
         for name, value in expected.items():
@@ -264,7 +262,6 @@ def assert_same(
 def parallelize_sgd(
     module: nn.Module, layout: Layout, lr: float = 0.1
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Parallelize a module and an SGD optimizer."""
     return repro.parallelize(module, torch.optim.SGD(module.parameters(), lr=lr), layout)
 
 
@@ -321,12 +318,11 @@ def assert_script_trains_like_one(
     script: Script,
     layout: Layout,
     kind: Callable[[], nn.Module] = Plain,
-    *parallel: Any,
+    *,
     rtol: float = 1e-4,
     atol: float = 1e-5,
 ) -> None:
-    """Compare the log and the parameters of every rank with those of one process."""
     logged, expected = script_reference(script, kind)
-    for log, parameters in ranks.run(run_script, script, layout, kind, *parallel):
+    for log, parameters in ranks.run(run_script, script, layout, kind):
         assert log == pytest.approx(logged, rel=rtol)
         assert_same([parameters], expected, rtol, atol)

@@ -35,51 +35,22 @@ class Tied(nn.Module):
 
 
 class Unused(nn.Module):
-    """A model with an unused layer, a layer for odd passes only, a frozen layer and an empty parameter."""
+    """A model with an unused layer, one for odd passes, a frozen layer, an empty and a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(11, 11) for _ in range(4))
         self.never = nn.Linear(11, 3)
-        self.nothing = nn.Parameter(torch.empty(0))
+        self.nothing, self.scale = nn.Parameter(torch.empty(0)), nn.Parameter(torch.ones(()))
         self.layers[3].requires_grad_(False)
         self.calls = 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
         self.calls += 1
         x = torch.relu(self.layers[0](x))
         if self.calls % 2:
             x = self.layers[1](x)
-        return self.layers[3](self.layers[2](x))
-
-
-class Twice(nn.Module):
-    """A model that calls one block twice per pass and returns a dictionary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(11, 11)
-        self.blocks = nn.ModuleList([nn.Linear(11, 11)])
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        x = torch.tanh(self.first(x))
-        x = torch.tanh(self.blocks[0](x))
-        return {"y": self.blocks[0](x) * self.scale}
-
-
-class Buffers(nn.Module):
-    """A model with a convolution, group norm and a buffer that the forward pass changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten())
-        self.out = nn.Linear(44, 11)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += 1
-        return self.out(self.body(x.unsqueeze(1)))
+        return {"y": self.layers[3](self.layers[2](x)) * self.scale}
 
 
 class Encoder(nn.Module):
@@ -138,8 +109,6 @@ class Objects(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "unused": Unused,
-    "twice": Twice,
-    "buffers": Buffers,
     "encoder": Encoder,
     "shared": SharedBlocks,
     "objects": Objects,
@@ -147,7 +116,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def optimizer_of(module: nn.Module, name: str) -> torch.optim.Optimizer:
-    """Return AdamW with two parameter groups, or SGD with momentum."""
     trained = [p for p in module.parameters() if p.requires_grad]
     if name == "sgd":
         return torch.optim.SGD(trained, lr=0.05, momentum=0.9)

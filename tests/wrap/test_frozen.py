@@ -64,8 +64,6 @@ class LoRA(nn.Module):
 
 
 class Checkpointed(LoRA):
-    """`LoRA` with activation checkpointing of each block."""
-
     def __init__(self) -> None:
         super().__init__()
         for i, block in enumerate(self.blocks):

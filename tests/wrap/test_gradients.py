@@ -24,7 +24,6 @@ from tests.wrap.edge_models import (
     Script,
     assert_same,
     assert_script_trains_like_one,
-    error_of,
     layout_of,
     loss_fn,
     parallelize_sgd,
@@ -96,7 +95,6 @@ def scaler_off(module: nn.Module, optimizer: Optim, batches: list[Tensor]) -> li
 
 
 def block_backward(module: nn.Module, optimizer: Optim, batches: list[Tensor]) -> list[float]:
-    """Run backward passes for the parameters of one block."""
     for x in batches:
         loss_fn(module, x).backward(inputs=list(module.blocks[0].parameters()))
         optimizer.step()
@@ -145,64 +143,6 @@ def test_argument_clip_equals_clipping_by_the_script(two: RankPool, limit: float
     _, expected = script_reference(partial(accumulate, 1, partial(clip_norm, limit)), Plain)
     for _, parameters in two.run(run_script, one_pass, layout_of(zero), Plain, limit):
         assert_same([parameters], expected, atol=1e-5)
-
-
-def assign_gradients(module: nn.Module, optimizer: Optim, x: Tensor) -> None:
-    parameters = list(module.parameters())
-    gradients = torch.autograd.grad(loss_fn(module, x), parameters)
-    for p, gradient in zip(parameters, gradients, strict=True):
-        p.grad = gradient
-
-
-def read_unreduced_gradient(module: nn.Module, optimizer: Optim, x: Tensor) -> None:
-    with module.no_sync():
-        loss_fn(module, x).backward()
-    module.into.weight.grad.abs()
-
-
-Use = Callable[[nn.Module, Optim, Tensor], Any]
-AFTER_BACKWARD: dict[str, Use] = {
-    "replace": lambda m, o, x: [setattr(p, "grad", torch.zeros_like(p)) for p in m.parameters()],
-    "read elements": lambda m, o, x: m.into.weight.grad.abs(),
-    "clip shards": lambda m, o, x: nn.utils.clip_grad_norm_(o.param_groups[0]["params"], 1.0),
-    "closure": lambda m, o, x: o.step(lambda: loss_fn(m, x)),
-}
-INSTEAD_OF_BACKWARD: dict[str, Use] = {
-    "assign": assign_gradients,
-    "read unreduced": read_unreduced_gradient,
-    "train submodule": lambda m, o, x: m.into(x).sum().backward(),
-    "train block": lambda m, o, x: block_backward(m, o, [x]),
-}
-
-
-def misuse(name: str, zero: int) -> None:
-    module, optimizer = parallelize_sgd(Plain(), layout_of(zero))
-    x = torch.ones(1, WIDTH)
-    if name in AFTER_BACKWARD:
-        loss_fn(module, x).backward()
-    (AFTER_BACKWARD | INSTEAD_OF_BACKWARD)[name](module, optimizer, x)
-    optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("name", "stages", "message"),
-    [
-        ("replace", range(4), "into.weight.grad: replacing or removing a gradient"),
-        ("assign", (0, 2), "into.weight.grad: replacing or removing a gradient"),
-        ("read unreduced", (0,), "or before the last backward pass of a step"),
-        ("read elements", (1, 2, 3), "is not supported under zero = 1 to 3"),
-        ("train submodule", (0, 1, 2), "Call the module itself (not one of its methods)"),
-        ("clip shards", range(4), "Use module.parameters()"),
-        ("closure", (0, 3), "Call the closure, then"),
-        ("train block", (3,), "backward() for given parameters is not supported under zero = 3"),
-    ],
-)
-def test_unsupported_uses_of_gradients_are_refused(
-    two: RankPool, name: str, stages: list[int], message: str
-) -> None:
-    for zero in stages:
-        for found in two.run(error_of, misuse, name, zero):
-            assert message in found, zero
 
 
 class NormedModel(nn.Module):
@@ -324,16 +264,3 @@ def scales_of_a_tiny_module(zero: int) -> list[float]:
 @STAGES
 def test_rank_with_empty_shard_updates_the_loss_scale(two: RankPool, zero: int) -> None:
     assert two.run(scales_of_a_tiny_module, zero) == [[8.0, 4.0, 8.0]] * RANKS
-
-
-def scale_fp16(zero: int) -> None:
-    module, optimizer = parallelize_sgd(Plain().half(), layout_of(zero))
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(loss_fn(module, torch.ones(1, WIDTH).half())).backward()
-    scaler.step(optimizer)
-
-
-@STAGES
-def test_unscaling_fp16_gradients_raises_an_error(two: RankPool, zero: int) -> None:
-    for message in two.run(error_of, scale_fp16, zero):
-        assert "Leave the module in fp32 and use autocast" in message

@@ -33,8 +33,10 @@ from tests.wrap.edge_models import (
     train,
 )
 
+Optim = torch.optim.Optimizer
 
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
+
+def sgd(module: nn.Module) -> Optim:
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
@@ -115,7 +117,7 @@ def test_unsupported_optimizers_are_refused(optimizer_of: Callable[[nn.Module], 
 def test_custom_elementwise_optimizer_is_supported() -> None:
     module: nn.Module = Plain()
     before = module.into.weight.detach().clone()
-    optimizer: torch.optim.Optimizer = Custom(module, 0.25, lambda given: [p.grad.sign() for p in given])
+    optimizer: Optim = Custom(module, 0.25, lambda given: [p.grad.sign() for p in given])
     module, optimizer = repro.parallelize(module, optimizer, Layout(zero=2))
     assert torch.equal(module.into.weight, before)  # the trial step leaves the parameters unchanged
     loss_fn(module, torch.ones(1, WIDTH)).backward()
@@ -160,12 +162,12 @@ def test_sparse_gradient_is_refused(zero: int) -> None:
         loss_fn(module, torch.tensor([1, 2])).backward()
 
 
-def parallelize_block(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def parallelize_block(module: nn.Module, optimizer: Optim) -> None:
     repro.parallelize(module.blocks[0], sgd(module.blocks[0]), Layout(zero=module.repro.sharding.stage))
 
 
 MOVED = "casting or moving|values exist only"
-CHANGES: dict[str, tuple[Callable[[nn.Module, torch.optim.Optimizer], Any], str]] = {
+CHANGES: dict[str, tuple[Callable[[nn.Module, Optim], Any], str]] = {
     "double": (lambda m, o: m.double(), MOVED),
     "half a module": (lambda m, o: m.blocks[1].to(torch.bfloat16), MOVED),
     "data": (lambda m, o: setattr(m.into.weight, "data", torch.zeros(WIDTH, WIDTH)), MOVED),
@@ -221,6 +223,86 @@ def test_values_written_to_weights_are_saved_and_persist(
     assert (module.repro.full_state_dict()["into.weight"] == 0.5).all()
 
 
+def assign_gradients(module: nn.Module, optimizer: Optim, x: Tensor) -> None:
+    parameters = list(module.parameters())
+    gradients = torch.autograd.grad(loss_fn(module, x), parameters)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+
+
+def read_unreduced_gradient(module: nn.Module, optimizer: Optim, x: Tensor) -> None:
+    with module.no_sync():
+        loss_fn(module, x).backward()
+    module.into.weight.grad.abs()
+
+
+def repeat_backward_of_earlier_forward(module: nn.Module, optimizer: Optim, x: Tensor) -> None:
+    earlier = loss_fn(module, x)
+    earlier.backward(retain_graph=True)
+    loss_fn(module, x)
+    earlier.backward()
+
+
+def train_block(module: nn.Module, optimizer: Optim, x: Tensor) -> None:
+    loss_fn(module, x).backward(inputs=list(module.blocks[0].parameters()))
+
+
+Use = Callable[[nn.Module, Optim, Tensor], Any]
+AFTER_BACKWARD: dict[str, Use] = {
+    "replace": lambda m, o, x: [setattr(p, "grad", torch.zeros_like(p)) for p in m.parameters()],
+    "read elements": lambda m, o, x: m.into.weight.grad.abs(),
+    "clip shards": lambda m, o, x: nn.utils.clip_grad_norm_(o.param_groups[0]["params"], 1.0),
+    "closure": lambda m, o, x: o.step(lambda: loss_fn(m, x)),
+}
+INSTEAD_OF_BACKWARD: dict[str, Use] = {
+    "assign": assign_gradients,
+    "read unreduced": read_unreduced_gradient,
+    "train submodule": lambda m, o, x: m.into(x).sum().backward(),
+    "train block": train_block,
+    "earlier forward": repeat_backward_of_earlier_forward,
+    "gradient of a parameter": lambda m, o, x: torch.autograd.grad(loss_fn(m, x), [m.blocks[0][0].weight]),
+    "create graph": lambda m, o, x: loss_fn(m, x).backward(create_graph=True),
+}
+
+
+def misuse(name: str, zero: int) -> None:
+    module, optimizer = parallelize_sgd(Plain(), layout_of(zero))
+    x = torch.ones(1, WIDTH)
+    if name in AFTER_BACKWARD:
+        loss_fn(module, x).backward()
+    (AFTER_BACKWARD | INSTEAD_OF_BACKWARD)[name](module, optimizer, x)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "message"),
+    [
+        ("replace", range(4), "into.weight.grad: replacing or removing a gradient"),
+        ("assign", (0, 2), "into.weight.grad: replacing or removing a gradient"),
+        ("read unreduced", (0,), "or before the last backward pass of a step"),
+        ("read elements", (1, 2, 3), "is not supported under zero = 1 to 3"),
+        ("train submodule", (0, 1, 2), "Call the module itself (not one of its methods)"),
+        ("clip shards", range(4), "Use module.parameters()"),
+        ("closure", (0, 3), "Call the closure, then"),
+        ("train block", (3,), "backward() for given parameters is not supported under zero = 3"),
+        ("earlier forward", (3,), "A backward pass through an earlier forward pass"),
+        (
+            "gradient of a parameter",
+            (3,),
+            "grad() for given parameters is not supported under zero = 3. Call loss.",
+        ),
+        ("gradient of a parameter", (3,), "without inputs, and freeze all other parameters"),
+        ("create graph", range(4), "backward(create_graph=True) is not supported"),
+    ],
+)
+def test_unsupported_passes_and_uses_of_gradients_are_refused(
+    two: RankPool, name: str, stages: list[int], message: str
+) -> None:
+    for zero in stages:
+        for found in two.run(error_of, misuse, name, zero):
+            assert message in found, zero
+
+
 class CallsItself(Plain):
     """A model that calls itself, and thus its hooks."""
 
@@ -233,40 +315,28 @@ def call_itself() -> None:
     train(CallsItself, layout_of(3))
 
 
-def backward_of_earlier_forward() -> None:
-    """Run a second backward pass of a forward pass after a later forward pass."""
-    module, _ = parallelize_sgd(Plain(), layout_of(3))
-    earlier = loss_fn(module, torch.ones(1, WIDTH))
-    earlier.backward(retain_graph=True)
-    loss_fn(module, torch.ones(1, WIDTH))
-    earlier.backward()
-
-
-def gradient_of_a_parameter() -> None:
-    module, _ = parallelize_sgd(Plain(), layout_of(3))
-    torch.autograd.grad(loss_fn(module, torch.ones(1, WIDTH)), [module.blocks[0][0].weight])
-
-
 def parallelize_fsdp_module() -> None:
     from torch.distributed.fsdp import fully_shard
 
     parallelize_sgd(fully_shard(Plain()), layout_of(3))
 
 
+def scale_fp16_gradients() -> None:
+    module, optimizer = parallelize_sgd(Plain().half(), layout_of(3))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_fn(module, torch.ones(1, WIDTH).half())).backward()
+    scaler.step(optimizer)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (call_itself, "calls itself in its forward pass is not supported"),
-        (backward_of_earlier_forward, "A backward pass through an earlier forward pass"),
-        (
-            gradient_of_a_parameter,
-            "grad() for given parameters is not supported under zero = 3. Call loss.backward() without inputs, "
-            "and freeze all other parameters",
-        ),
         (parallelize_fsdp_module, "into.weight is a DTensor, which is not supported"),
+        (scale_fp16_gradients, "Leave the module in fp32 and use autocast"),
     ],
 )
-def test_unsupported_modules_and_passes_are_refused_under_stage_3(
+def test_unsupported_modules_are_refused_during_training(
     two: RankPool, call: Callable[[], None], message: str
 ) -> None:
     for found in two.run(error_of, call):

@@ -37,7 +37,6 @@ class BenchCase:
     """Bytes of one call; None for the bytes of all operators that the kernel's implementation calls."""
 
     def nbytes(self, inputs: Inputs) -> int:
-        """Return the necessary bytes of one call."""
         return (
             self.count_bytes(inputs) if self.count_bytes else moved_bytes(self.ways[KERNEL], on_meta(inputs))
         )
@@ -50,7 +49,6 @@ class BenchCase:
 
     @property
     def names(self) -> list[str]:
-        """Names of all implementations."""
         return [*self.ways, *([COMPILED] if EAGER in self.ways and COMPILED not in self.ways else [])]
 
 
@@ -85,7 +83,6 @@ def on_meta(inputs: Inputs) -> Inputs:
 
 
 def random_tensor(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return normal random numbers."""
     return torch.randn(shape, device=device).to(dtype)
 
 

@@ -27,7 +27,6 @@ class HostClock:
         return self.seconds
 
     def run(self, call: Callable[[], Any]) -> None:
-        """Run the call and add its seconds."""
         began = time.perf_counter()
         call()
         self.host_s = time.perf_counter() - began
@@ -47,7 +46,6 @@ class DeviceCallClock(HostClock):
 
 
 def benchmark_clock(device: torch.device) -> HostClock:
-    """Return the clock of a device."""
     return DeviceCallClock(DeviceClock()) if device.type == "cuda" else HostClock()
 
 
