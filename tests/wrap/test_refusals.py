@@ -137,9 +137,7 @@ def test_invalid_arguments_are_refused() -> None:
         Layout(2, 3)  # type: ignore[call-arg]
     repro.parallelize(module, sgd(module), Layout())
     for full in (module, nn.Sequential(module)):
-        with pytest.raises(
-            ValueError, match=r"parallelized already\. Call repro\.parallelize once, for the outermost"
-        ):
+        with pytest.raises(ValueError, match=r"already\. Call repro\.parallelize once, for the outermost"):
             repro.parallelize(full, sgd(full), Layout())
 
 
@@ -265,6 +263,12 @@ INSTEAD_OF_BACKWARD: dict[str, Use] = {
 }
 
 
+FREEZE = (
+    "grad() for given parameters is not supported under zero = 3. Call loss.backward() without inputs, and freeze all "
+    "other parameters"
+)
+
+
 def misuse(name: str, zero: int) -> None:
     module, optimizer = parallelize_sgd(Plain(), layout_of(zero))
     x = torch.ones(1, WIDTH)
@@ -286,12 +290,7 @@ def misuse(name: str, zero: int) -> None:
         ("closure", (0, 3), "Call the closure, then"),
         ("train block", (3,), "backward() for given parameters is not supported under zero = 3"),
         ("earlier forward", (3,), "A backward pass through an earlier forward pass"),
-        (
-            "gradient of a parameter",
-            (3,),
-            "grad() for given parameters is not supported under zero = 3. Call loss.",
-        ),
-        ("gradient of a parameter", (3,), "without inputs, and freeze all other parameters"),
+        ("gradient of a parameter", (3,), FREEZE),
         ("create graph", range(4), "backward(create_graph=True) is not supported"),
     ],
 )
@@ -379,13 +378,8 @@ def sink_two_products(stage: int, others: int) -> Tensor:
         module.register_parameter(f"other{i}", nn.Parameter(torch.zeros(2)))
     layout = Layout(zero=stage)
     sharding = Sharding.from_layout(layout, meshes.single_rank_mesh().dp, torch.device("cpu"), None)
-    sharded = ShardedModule(
-        module,
-        default_units(module),
-        sharding,
-        lambda p: Tag(0),
-        lambda _: lambda i, a, b: torch.zeros(b - a),
-    )
+    zeros = lambda _: lambda i, a, b: torch.zeros(b - a)
+    sharded = ShardedModule(module, default_units(module), sharding, lambda p: Tag(0), zeros)
     sharded.begin(0, 1)
     module.weight.gradient_sink(torch.eye(2), torch.eye(2))
     module.weight.gradient_sink(torch.eye(2), 2 * torch.eye(2))
