@@ -136,6 +136,8 @@ READS: dict[str, Callable[[nn.Module], Tensor]] = {
     "block": lambda module: module.blocks[1](torch.ones(1, WIDTH)),
     "child": lambda module: module.into(torch.ones(1, WIDTH)),
     "weight": lambda module: module.blocks[2][0].weight.clone(),
+    "state": lambda module: torch.cat([value.flatten() for value in module.state_dict().values()]),
+    "block's state": lambda module: module.blocks[1].state_dict()["0.weight"].clone(),
 }
 """Reads of parameters outside the module's forward pass; `child` is no block."""
 
@@ -153,7 +155,11 @@ def values_read(name: str, layout: Layout | None) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "zero"), [("block", 2), ("block", 3), ("child", 1), ("child", 2), ("weight", 1), ("weight", 2)]
+    ("name", "zero"),
+    [
+        *[("block", 2), ("block", 3), ("child", 1), ("child", 2), ("weight", 1), ("weight", 2)],
+        *((name, zero) for name in ("state", "block's state") for zero in range(3)),
+    ],
 )
 def test_reads_after_a_step_return_updated_parameters(two: RankPool, name: str, zero: int) -> None:
     expected = values_read(name, None)

@@ -151,16 +151,6 @@ def test_submodules_run_without_gradients_outside_forward(two: RankPool, late: b
             torch.testing.assert_close(found, expected)
 
 
-def train_submodule() -> None:
-    module, _ = parallelize_sgd(Translator(), layout_of(3))
-    module.encode(torch.arange(10)).sum().backward()
-
-
-def test_submodule_training_outside_forward_raises_an_error(two: RankPool) -> None:
-    for message in two.run(error_of, train_submodule):
-        assert "Call module.repro.full_parameters() on all ranks" in message
-
-
 class Experts(nn.Module):
     """A model of four experts, the last of which is larger; `chosen` lists the experts in use."""
 

@@ -259,6 +259,7 @@ INSTEAD_OF_BACKWARD: dict[str, Use] = {
     "train block": train_block,
     "earlier forward": repeat_backward_of_earlier_forward,
     "gradient of a parameter": lambda m, o, x: torch.autograd.grad(loss_fn(m, x), [m.blocks[0][0].weight]),
+    "state dict": lambda m, o, x: m.state_dict(),
     "create graph": lambda m, o, x: loss_fn(m, x).backward(create_graph=True),
 }
 
@@ -286,11 +287,13 @@ def misuse(name: str, zero: int) -> None:
         ("read unreduced", (0,), "or before the last backward pass of a step"),
         ("read elements", (1, 2, 3), "is not supported under zero = 1 to 3"),
         ("train submodule", (0, 1, 2), "Call the module itself (not one of its methods)"),
+        ("train submodule", (3,), "Call module.repro.full_parameters() on all ranks"),
         ("clip shards", range(4), "Use module.parameters()"),
         ("closure", (0, 3), "Call the closure, then"),
         ("train block", (3,), "backward() for given parameters is not supported under zero = 3"),
         ("earlier forward", (3,), "A backward pass through an earlier forward pass"),
         ("gradient of a parameter", (3,), FREEZE),
+        ("state dict", (3,), "state_dict() is not supported under zero = 3"),
         ("create graph", range(4), "backward(create_graph=True) is not supported"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
@@ -25,37 +24,7 @@ from tests.wrap.edge_models import (
     error_of,
     layout_of,
     loss_fn,
-    parallelize_sgd,
 )
-
-
-def states_after_step(zero: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Return `state_dict()` of the module and of a submodule right after a step, and the expected values."""
-    torch.manual_seed(1)
-    module, optimizer = parallelize_sgd(Plain(), layout_of(zero), lr=1.0)
-    for _ in range(2):
-        loss_fn(module, torch.ones(1, WIDTH)).backward()
-        if dist.get_rank():
-            time.sleep(0.2)  # rank 1 updates its parameters late
-        optimizer.step()
-        inner = {name: value.clone() for name, value in module.blocks[1].state_dict().items()}
-        full = {name: value.clone() for name, value in module.state_dict().items()}
-    return full, inner, module.repro.full_parameters()
-
-
-@pytest.mark.parametrize("zero", range(3))
-def test_state_dict_waits_for_the_step(two: RankPool, zero: int) -> None:
-    for full, inner, expected in two.run(states_after_step, zero):
-        torch.testing.assert_close(full, expected, rtol=0, atol=0)
-        torch.testing.assert_close(
-            inner, {name: expected[f"blocks.1.{name}"] for name in inner}, rtol=0, atol=0
-        )
-
-
-def test_stage_3_refuses_state_dict(two: RankPool) -> None:
-    for message in two.run(error_of, states_after_step, 3):
-        assert message.startswith("state_dict() is not supported under zero = 3")
-        assert "module.repro.full_state_dict()" in message
 
 
 def optimizer_of(kind: str, module: nn.Module) -> torch.optim.Optimizer:
