@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,6 @@ from repro.kernels.cuda import compile as compiler
 from repro.kernels.cuda import device
 from repro.kernels.cuda.compile import CompiledProgram, CompileTarget
 from repro.kernels.cuda.program import Program, Unavailable
-from tests.kernels.fake_driver import INVALID_CONTEXT, REFUSED, Driver, install, launch_arguments
 from tests.kernels.on_cpu import BINDINGS
 
 PROGRAM = families.example_programs()[0]
@@ -205,6 +206,62 @@ def test_bindings_refuse_unsupported_operands_before_a_launch(
         BINDINGS[name](launcher, *arguments)
 
 
+INVALID_CONTEXT, REFUSED = 201, 1
+
+
+class Driver:
+    """Fake of NVIDIA's driver module that records the launches."""
+
+    CUresult = SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_INVALID_CONTEXT=INVALID_CONTEXT)
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.statuses: list[int] = []
+        """Status codes of the next launches; all later launches succeed."""
+        self.contexts = 0
+        self.keep = True
+        self.argument_bytes = 0
+        """Bytes of the kernel's arguments to copy to `arguments`, which are valid only during the launch."""
+        self.arguments = b""
+
+    def cuLaunchKernel(self, *arguments: Any) -> tuple[int]:
+        if self.statuses and (status := self.statuses.pop(0)):
+            return (status,)
+        if self.keep:
+            self.launches.append(arguments)
+            (first,) = (ctypes.c_void_p * 1).from_address(arguments[9])
+            self.arguments = ctypes.string_at(first, self.argument_bytes)
+        return (0,)
+
+    def cuModuleGetFunction(self, module: Any, name: bytes) -> tuple[int, str]:
+        return 0, name.decode()
+
+    def cuCtxSetCurrent(self, context: Any) -> tuple[int]:
+        self.contexts += 1
+        return (0,)
+
+    def cuGetErrorString(self, status: int) -> tuple[int, bytes]:
+        return 0, f"error {status}".encode()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: (0, name)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Install the fake driver: CPU tensors are treated as tensors of one H100, and nothing is compiled."""
+    driver = Driver()
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(compiler, "supported_architectures", lambda: (90,))
+    monkeypatch.setattr(compiler, "compile_cached", lambda program, target: CompiledProgram(b"", ""))
+    monkeypatch.setattr(device, "driver", lambda: driver)
+    monkeypatch.setattr(device, "_devices", {})
+    monkeypatch.setattr(device, "_current_device", lambda: -1)
+    monkeypatch.setattr(device, "_current_stream", lambda index: 77)
+    return driver
+
+
 KIND = gelu.program("float", "float", 4)
 
 
@@ -213,21 +270,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return install(monkeypatch)
 
 
-def test_launch_passes_grid_stream_and_arguments(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bytes] = []
-    launch = driver.cuLaunchKernel
-
-    def record(self: Driver, *arguments: Any) -> tuple[int]:
-        seen.append(launch_arguments(arguments, KIND.arguments.size))
-        return launch(*arguments)
-
-    monkeypatch.setattr(Driver, "cuLaunchKernel", record)
+def test_launch_passes_grid_stream_and_arguments(driver: Driver) -> None:
+    driver.argument_bytes = KIND.arguments.size
     x, bias = torch.ones(3, 8), torch.ones(8)
     y = gelu.launch_bias_gelu(device.cuda_launcher(-1), x, bias)
     ((function, *shape),) = driver.launches
     assert function == "forward"
     assert shape[:8] == [1, 1, 1, KIND.threads, 1, 1, 0, 77]
-    assert KIND.arguments.unpack(seen[0])[:4] == (x.data_ptr(), bias.data_ptr(), 0, y.data_ptr())
+    assert KIND.arguments.unpack(driver.arguments)[:4] == (x.data_ptr(), bias.data_ptr(), 0, y.data_ptr())
 
 
 def test_launch_sets_a_missing_context_and_makes_its_device_current(
