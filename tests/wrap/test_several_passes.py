@@ -254,14 +254,12 @@ def train_gan(step: Step, layout: Layout | None) -> dict[str, Tensor]:
     """Return the parameters of both models after training; without a layout, one process has all samples."""
     torch.manual_seed(1)
     models: list[Any] = [Plain(), Critic()]
-    optimizers: list[Optim] = [
-        torch.optim.AdamW(m.parameters(), lr=0.01, betas=(0.5, 0.9), eps=1e-4) for m in models
-    ]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, betas=(0.5, 0.9), eps=1e-4) for m in models]
     mine = slice(None)
     if layout is not None:
         mine = slice(dist.get_rank(), dist.get_rank() + 1)
-        for i in range(2):
-            models[i], optimizers[i] = repro.parallelize(models[i], optimizers[i], layout)
+        for module, optimizer in zip(models, optimizers, strict=True):
+            repro.parallelize(module, optimizer, layout)
     data = torch.randn(4, 2, RANKS, ROWS, WIDTH, generator=torch.Generator().manual_seed(7))
     for real, noise in data[:, :, mine].flatten(2, 3):
         step(*models, *optimizers, real, noise)  # type: ignore[call-arg,arg-type]
