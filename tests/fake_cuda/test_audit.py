@@ -261,24 +261,19 @@ def audit_case(name: str, layers: int) -> dict[str, Any]:
     return case(**{"dropout": 0.0, **CASES[name], "layers": layers})
 
 
-def layer_counts(found: Answers, one: str, two: str) -> tuple[list[Counter[str]], list[int]]:
-    """Return launches by name, and allocations, of forward and backward in the second layer and micro-batch."""
-    launches, allocations = [], []
-    for k in (-3, -2):
-        (phase, fewer, less), (same, more, much) = found[one]["passes"][k], found[two]["passes"][k]
-        assert phase == same == ("forward", "backward")[k + 3]
-        launches.append(Counter(more) - Counter(fewer))
-        allocations.append(sum(much.values()) - sum(less.values()))
-    return launches, allocations
-
-
 def check_layer(name: str, found: Answers) -> tuple[int, ...]:
-    """Check the counts of an entry of `LAYER`, and return the launches of forward and of backward."""
-    launches, allocations = layer_counts(found, *(audit_case(name, layers)["name"] for layers in (1, 2)))
-    for k in range(2):
-        assert launches[k] == sum((Counter(operator[k]) for operator in LAYER[name]), Counter[str]())
-        assert allocations[k] == sum(operator.allocations[k] for operator in LAYER[name])
-    return tuple(each.total() for each in launches)
+    """Check the second layer in the second micro-batch, and return its launches in forward and in backward."""
+    one, two = (found[audit_case(name, layers)["name"]]["passes"] for layers in (1, 2))
+    totals = []
+    for k, phase in enumerate(("forward", "backward")):
+        (same, fewer, less), (other, more, much) = one[k - 3], two[k - 3]
+        assert same == other == phase
+        launches = Counter(more) - Counter(fewer)
+        assert launches == sum((Counter(operator[k]) for operator in LAYER[name]), Counter[str]())
+        allocations = sum(much.values()) - sum(less.values())
+        assert allocations == sum(operator.allocations[k] for operator in LAYER[name])
+        totals.append(launches.total())
+    return tuple(totals)
 
 
 def test_a_gpt2_layer_launches_only_its_operators(quick: Answers) -> None:
