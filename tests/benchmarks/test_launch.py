@@ -11,8 +11,8 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from repro.kernels.cuda import device
-from tests.kernels.bindings import BINDINGS
-from tests.kernels.fake_driver import install
+from tests.kernels.on_cpu import BINDINGS
+from tests.kernels.test_cuda_dispatch import install
 from tests.kernels.test_operators import samples
 
 pytestmark = pytest.mark.benchmarks

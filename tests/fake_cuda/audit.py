@@ -16,8 +16,9 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -60,13 +61,51 @@ from repro.model.data import open_stream  # noqa: E402
 from repro.model.layer import DROPOUT_SITES  # noqa: E402
 from repro.parallel import mesh as meshes  # noqa: E402
 from repro.parallel import tensor  # noqa: E402
-from repro.parallel.transports import NoTransport, Work  # noqa: E402
+from repro.parallel.transports import NoTransport  # noqa: E402
 from repro.simulate.trace.recorder import innermost_line  # noqa: E402
 from tests.fake_cuda.counts import Counts  # noqa: E402
-from tests.fake_cuda.rules import violations  # noqa: E402
 from tests.training import TINY, tiny  # noqa: E402
 
 line = innermost_line(("repro",))
+
+
+# Requirements of CUDA operators on their operands that neither CPU operators nor `FakeTensorMode` check.
+FIRST_TWO = ("mm", "bmm", "mv", "dot", "gelu_backward", "lerp", "lerp_", "_foreach_lerp_")
+FIRST_THREE = (
+    *("addmm", "addmm_", "addmv", "baddbmm", "baddbmm_"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+)
+ONE_DTYPE: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(FIRST_TWO, (0, 1)),
+    **dict.fromkeys(FIRST_THREE, (0, 1, 2)),
+    **dict.fromkeys(("scatter_add", "scatter_add_", "index_add", "index_add_", "index_copy_"), (0, 3)),
+    **dict.fromkeys(("index_put", "index_put_"), (0, 2)),
+    "native_layer_norm": (0, 2, 3),  # x, weight and bias: pytorch/pytorch#135969
+    "native_layer_norm_backward": (0, 1, 5, 6),
+    "_fused_adamw_": (0, 1, 2, 3),
+}
+"""Indices of the arguments whose tensors must have the same dtype, by operator."""
+
+SYNCS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "is_nonzero", "equal"}
+"""Operators after which the host waits for the device."""
+
+
+def violations(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Iterator[str]:
+    """Yield the requirements of CUDA that a call of `aten::<name>` violates, and waits for the device."""
+    tensors = [t for t in tree_leaves((arguments, keywords)) if isinstance(t, Tensor)]
+    types = {t.device.type for t in tensors if t.dim()}
+    if len(types) > 1 and name not in ("copy_", "_to_copy"):
+        yield f"{name} on tensors of {' and '.join(sorted(types))}"
+    if name in SYNCS and "cuda" in {t.device.type for t in tensors}:
+        yield f"{name} waits for the device"
+    if name == "copy_" and len(types) > 1:
+        host = next(t for t in tensors if t.device.type == "cpu")
+        if not host.is_pinned():
+            yield "copy_ between the device and pageable memory"
+    checked = [arguments[i] for i in ONE_DTYPE.get(name, ()) if i < len(arguments)]
+    dtypes = {t.dtype for t in tree_leaves(checked) if isinstance(t, Tensor)}
+    if len(dtypes) > 1:
+        yield f"{name} on {' and '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
 
 
 class FakeLauncher:
@@ -96,37 +135,17 @@ class CheckedTransport(NoTransport):
 
     def __init__(self, messages: Counter[str]):
         self.messages = messages
+        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "receive"):
+            vars(self)[name] = partial(self._check_and_run, getattr(self, name))
 
-    def _check(self, *tensors: Tensor) -> None:
+    def _check_and_run(self, collective: Callable[..., Any], *arguments: Any) -> Any:
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         for t in tensors:
             if t.device.type != "cuda" or not t.is_contiguous():
                 self.messages[f"collective on a {t.device.type} tensor, contiguous: {t.is_contiguous()}"] += 1
         if len({t.dtype for t in tensors}) > 1:
             self.messages["collective on two dtypes"] += 1
-
-    def all_reduce(self, tensor: Tensor, op: str) -> Work:
-        self._check(tensor)
-        return super().all_reduce(tensor, op)
-
-    def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
-        self._check(output, input)
-        return super().reduce_scatter(output, input)
-
-    def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        self._check(output, input)
-        return super().all_gather(output, input)
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        self._check(tensor)
-        return super().broadcast(tensor, source)
-
-    def send(self, tensor: Tensor, to: int, channel: int) -> Work:
-        self._check(tensor)
-        return super().send(tensor, to, channel)
-
-    def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
-        self._check(tensor)
-        return super().receive(tensor, source, channel)
+        return collective(*arguments)
 
 
 class Audit(TorchDispatchMode):
@@ -156,12 +175,11 @@ class Audit(TorchDispatchMode):
         return results
 
 
-NO_FAKE: dict[str, Callable[..., Any]] = {
-    "_foreach_norm": lambda tensors, ord=2, dtype=None: [
-        t.new_empty((), dtype=dtype or t.dtype) for t in tensors
-    ],
-    "_fused_adamw_": lambda *_, **__: None,
-}
+def _foreach_norm(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [t.new_empty((), dtype=dtype or t.dtype) for t in tensors]
+
+
+NO_FAKE = {"_foreach_norm": _foreach_norm, "_fused_adamw_": lambda *_, **__: None}
 """Replacements for operators that `FakeTensorMode` cannot run without a CUDA runtime."""
 
 
@@ -252,13 +270,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
                     audit.counts.begin_pass("input")
                     batches = inputs.micro_batches(step)
                     if case.get("device_keys"):
-                        keys = torch.empty(
-                            model.layers + 1, DROPOUT_SITES, 2, dtype=torch.int64, device=device
-                        )
-                        keyed = [replace(batch.place, keys=keys) for batch in batches]
-                        batches = [
-                            replace(batch, place=place) for batch, place in zip(batches, keyed, strict=True)
-                        ]
+                        shape = (model.layers + 1, DROPOUT_SITES, 2)
+                        keys = torch.empty(shape, dtype=torch.int64, device=device)
+                        batches = [replace(each, place=replace(each.place, keys=keys)) for each in batches]
                     engine.step(batches, audit.counts.begin_pass)
                     inputs.prefetch(step + 1)
                     steps.append(audit.counts.passes)
@@ -267,19 +281,15 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         last = traceback.extract_tb(raised.__traceback__)[-8:]
         where = " < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in reversed(last))
         error = f"{type(raised).__name__}: {raised} at {where}"
-    messages = [*([error] if error else []), *audit.messages]
-    ran = sorted({implementation for _, implementation in cuda_device.ran() - before})
     # Compare the last micro-batch, because the first micro-batch creates persistent tensors.
-    changed = (
-        {name for k in (-3, -2) for name in steps[0][k].changed_calls(steps[1][k])} if not error else set()
-    )
+    compared = [] if error else [steps[0][k].changed_calls(steps[1][k]) for k in (-3, -2)]
     return {
         "name": case["name"],
-        "violations": messages,
-        "ran": ran,
+        "violations": [*([error] if error else []), *audit.messages],
+        "ran": sorted({implementation for _, implementation in cuda_device.ran() - before}),
         "updates": audit.updates,
         "passes": [(each.phase, each.launches, each.allocations) for each in audit.counts.passes],
-        "changed": sorted(changed),
+        "changed": sorted({name for changed in compared for name in changed}),
     }
 
 

@@ -28,9 +28,8 @@ needs_compiler = pytest.mark.skipif(
 Answers = dict[str, dict[str, Any]]
 """Output line of the audit, by case name."""
 
-GPT2: dict[str, Any] = {}
 LAYERS: dict[str, dict[str, Any]] = {
-    "gpt2": GPT2,
+    "gpt2": {},
     "llama": LLAMA,
     "neox": NEOX,
     "bloom": BLOOM,
@@ -39,44 +38,28 @@ LAYERS: dict[str, dict[str, Any]] = {
     "plain": {"biases": "none", "positions": "alibi", "kv_heads": 2},
 }
 
-SETS = (
-    "fused",
-    "fused-2024",
-    "fused-2026",
-    "megatron-2025",
-    "reference",
-    "softmax",
-    "torchtitan-2024",
-    "unfused",
-)
-
-ALONE: dict[str, Any] = {"micro_batch": 2}
+SETS = ["fused", "reference", "softmax", "unfused"]
+SETS += ["fused-2024", "fused-2026", "megatron-2025", "torchtitan-2024"]
+INTERLEAVED = {"pp": 2, "schedule": "interleaved", "chunks": 2, "scatter_gather": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "alone": {**ALONE, "global_batch": 4},
-    "recompute": {**ALONE, "recompute": True},
-    "zero1": {**ALONE, "dp": 2, "zero": 1},
-    "zero1-2020": {**ALONE, "dp": 2, "zero": 1, "zero1_reduce": "all-reduce", "overlap": False},
-    "zero2-no-cb": {**ALONE, "dp": 2, "zero": 2, "cb": False},
-    "zero3": {**ALONE, "dp": 2, "zero": 3, "recompute": True},
-    "zero3-2021": {**ALONE, "dp": 2, "zero": 3, "zero3_gather": "parameter"},
-    "pa": {**ALONE, "tp": 2, "dp": 2, "zero": 2, "recompute": True, "pa": True, "md": True},
-    "pa-cpu": {**ALONE, "tp": 2, "recompute": True, "pa": True, "pa_cpu": True},
-    "pa-cpu-md": {**ALONE, "tp": 2, "sp": True, "recompute": True, "pa_cpu": True, "md": True},
-    "sp": {**ALONE, "tp": 2, "sp": True},
-    "cp": {**ALONE, "cp": 2, "dp": 2, "zero": 1},
-    "pp": {**ALONE, "pp": 2, "dp": 2, "zero": 1, "global_batch": 8},
-    "interleaved": {
-        **ALONE,
-        "pp": 2,
-        "schedule": "interleaved",
-        "tp": 2,
-        "chunks": 2,
-        "scatter_gather": True,
-        "global_batch": 4,
-    },
-    "fp32-gradients": {**ALONE, "dp": 2, "zero": 2, "recompute": True, "md": True, "grad_dtype": "fp32"},
-    "ddp-2019": {**ALONE, "dp": 2, "gradient_as_bucket_view": False, "overlap": False},
+    "alone": {"global_batch": 4},
+    "recompute": {"recompute": True},
+    "zero1": {"dp": 2, "zero": 1},
+    "zero1-2020": {"dp": 2, "zero": 1, "zero1_reduce": "all-reduce", "overlap": False},
+    "zero2-no-cb": {"dp": 2, "zero": 2, "cb": False},
+    "zero3": {"dp": 2, "zero": 3, "recompute": True},
+    "zero3-2021": {"dp": 2, "zero": 3, "zero3_gather": "parameter"},
+    "pa": {"tp": 2, "dp": 2, "zero": 2, "recompute": True, "pa": True, "md": True},
+    "pa-cpu": {"tp": 2, "recompute": True, "pa": True, "pa_cpu": True},
+    "pa-cpu-md": {"tp": 2, "sp": True, "recompute": True, "pa_cpu": True, "md": True},
+    "sp": {"tp": 2, "sp": True},
+    "cp": {"cp": 2, "dp": 2, "zero": 1},
+    "pp": {"pp": 2, "dp": 2, "zero": 1, "global_batch": 8},
+    "interleaved": {**INTERLEAVED, "tp": 2, "global_batch": 4},
+    "fp32-gradients": {"dp": 2, "zero": 2, "recompute": True, "md": True, "grad_dtype": "fp32"},
+    "ddp-2019": {"dp": 2, "gradient_as_bucket_view": False, "overlap": False},
 }
+"""Layout keys in addition to the micro-batch of 2."""
 
 
 def case(
@@ -96,7 +79,7 @@ def case(
     words = [name, layout, precision, kernels, f"{dropout}", f"{layers}", *([] if nvrtc else ["no-nvrtc"])]
     return {
         "name": "-".join(words),
-        "layout": {**LAYOUTS[layout], "precision": precision, "kernels": kernels},
+        "layout": {"micro_batch": 2, **layout_of, "precision": precision, "kernels": kernels},
         "model": {**LAYERS[name], "layers": layers},
         "training": {"dropout": dropout, "attention_dropout": attention_dropout},
         "kernels": nvrtc,

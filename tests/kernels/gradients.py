@@ -21,7 +21,6 @@ def assert_close(
 
 
 def with_gradients(function: Callable[..., Tensor], grad: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Return the function's result, and the gradients of all arguments."""
     leaves = [t.detach().requires_grad_() for t in tensors]  # of the same memory, to retain the alignment
     y = function(*leaves)
     return [y.detach(), *torch.autograd.grad(y, leaves, grad)]

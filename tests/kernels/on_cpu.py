@@ -1,11 +1,12 @@
-"""A launcher that runs the CUDA sources on the CPU, to test sources and bindings without a GPU."""
+"""A launcher that runs the CUDA sources on the CPU, and the CUDA bindings of all operators."""
 
 from __future__ import annotations
 
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,27 @@ import torch
 from torch import Tensor
 
 from repro.kernels.cuda.program import SOURCES, Program
+from repro.kernels.families import FAMILIES, FORMULAS
+
+Binding = Callable[..., Any]
+BINDINGS: dict[str, Binding] = {
+    name: vars(family)[f"launch_{name}"]
+    for name in FORMULAS
+    for family in FAMILIES.values()
+    if hasattr(family, f"launch_{name}")
+}
+"""Function that launches the kernels of an operator, by operator."""
+
+
+@contextmanager
+def registered_for_cpu(implementation_of: Callable[[str, Binding], Callable[..., Any]]) -> Iterator[None]:
+    """Run `implementation_of(name, binding)` instead of torch's operators for tensors on the CPU."""
+    library = torch.library.Library("repro", "IMPL")
+    for name, binding in BINDINGS.items():
+        library.impl(name, implementation_of(name, binding), "CPU", allow_override=True)
+    yield
+    library._destroy()
+
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 COMPILER = shutil.which("g++")
@@ -58,7 +80,6 @@ class Host:
         assert done.returncode == 0, done.stderr[:3000]
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a binding on tensors of the CPU."""
         return function(self, *arguments)
 
     def after_launch(self, library: ctypes.CDLL) -> None:
@@ -71,8 +92,6 @@ class Host:
 
 
 class HostProgram:
-    """A program compiled to a shared object."""
-
     def __init__(self, host: Host, program: Program, path: Path):
         self.host = host
         entries = "".join(_ENTRY.format(name=name) for name in program.kernels)

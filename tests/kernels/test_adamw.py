@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,20 +20,6 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 OPTIONS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.1}
 
 
-def torch_adamw(start: list[Tensor], grads: list[list[Tensor]], lr: list[float]) -> list[Tensor]:
-    """Return the parameters in fp64 after steps of torch's AdamW."""
-    params = [torch.nn.Parameter(p.double()) for p in start]
-    optimizer = torch.optim.AdamW(
-        params, lr=1.0, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1, foreach=False
-    )
-    for step_grads, rate in zip(grads, lr, strict=True):
-        optimizer.param_groups[0]["lr"] = rate
-        for p, g in zip(params, step_grads, strict=True):
-            p.grad = g
-        optimizer.step()
-    return [p.detach() for p in params]
-
-
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize(
     ("dtype", "scale", "copied"),
@@ -44,26 +31,28 @@ def test_adamw_equals_torchs_with_a_skipped_step(
 ) -> None:
     monkeypatch.setattr(adamw, "CPU_CHUNK_ELEMENTS", 50)
     masters = [torch.randn(size) for size in (130, 1, 50, 0)]
-    start = [m.clone() for m in masters]
+    expected = [torch.nn.Parameter(m.double()) for m in masters]
+    optimizer = torch.optim.AdamW(expected, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1, foreach=False)
     moments = [[torch.zeros_like(m) for m in masters] for _ in range(2)]
     copies = [m.to(dtype) for m in masters] if copied else []
     states = (*masters, *moments[0], *moments[1], *copies)
-    lr = [1e-2 / (1 + i) for i in range(5)]
-    used: list[list[Tensor]] = []
-    for i, rate in enumerate(lr):
+    update = partial(adamw_, masters, exp_avgs=moments[0], exp_avg_sqs=moments[1], copies=copies, **OPTIONS)
+    for i in range(5):
         grads = [(torch.randn_like(m) * scale).to(dtype) for m in masters]
-        used.append([g.double() / scale for g in grads])
-        scalars = {"lr": torch.tensor(rate), "step": torch.tensor(i + 1.0)}
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + i)
+        scalars = {"lr": torch.tensor(1e-2 / (1 + i)), "step": torch.tensor(i + 1.0)}
         scalars["grad_scale"] = None if scale == 1 else torch.tensor(scale)
-        update = partial(adamw_, masters, exp_avgs=moments[0], exp_avg_sqs=moments[1], copies=copies)
         if i == 3:
             before = [t.clone() for t in states]
             bad = [torch.full_like(g, float("inf")) for g in grads]
-            update(grads=bad, found_inf=torch.tensor(1.0), **scalars, **OPTIONS)
+            update(grads=bad, found_inf=torch.tensor(1.0), **scalars)
             assert all(torch.equal(a, b) for a, b in zip(states, before, strict=True))
-        update(grads=grads, found_inf=torch.tensor(0.0), **scalars, **OPTIONS)
-    for master, expected in zip(masters, torch_adamw(start, used, lr), strict=True):
-        torch.testing.assert_close(master.double(), expected, rtol=1e-5, atol=1e-6)
+        for p, g in zip(expected, grads, strict=True):
+            p.grad = g.double() / scale
+        optimizer.step()
+        update(grads=grads, found_inf=torch.tensor(0.0), **scalars)
+    for master, p in zip(masters, expected, strict=True):
+        torch.testing.assert_close(master.double(), p.detach(), rtol=1e-5, atol=1e-6)
     for copy, master in zip(copies, masters, strict=copied):
         assert torch.equal(copy, master.to(dtype))
 
@@ -103,43 +92,39 @@ def assert_update_matches_reference(groups: list[list[Tensor]], **scalars: float
 @pytest.mark.usefixtures("implementation")
 @settings(max_examples=15)
 @given(
-    shapes=st.lists(
-        st.tuples(st.sampled_from([0, 1, 3, 7, 8, 30, 1029, 8192, 8195]), st.integers(0, 3)),
-        min_size=1,
-        max_size=4,
-    ),
-    chunk=st.integers(20, 9000),
-    kind=st.sampled_from([FP32, FP16, BF16]),
-    step=st.integers(1, 2000),
-    found=st.sampled_from([None, 0.0, 1.0]),
-    copied=st.booleans(),
-    agree=st.booleans(),
+    st.builds(
+        SimpleNamespace,
+        shapes=st.lists(
+            st.tuples(st.sampled_from([0, 1, 3, 7, 8, 30, 1029, 8192, 8195]), st.integers(0, 3)),
+            min_size=1,
+            max_size=4,
+        ),
+        chunk=st.integers(20, 9000),
+        kind=st.sampled_from([FP32, FP16, BF16]),
+        step=st.integers(1, 2000),
+        found=st.sampled_from([None, 0.0, 1.0]),
+        copied=st.booleans(),
+        agree=st.booleans(),
+    )
 )
-def test_adamw_of_any_sizes_alignments_and_chunks(
-    shapes: list[tuple[int, int]],
-    chunk: int,
-    kind: torch.dtype,
-    step: int,
-    found: float | None,
-    copied: bool,
-    agree: bool,
-) -> None:
-    copied = copied or kind != FP32
-    scale = None if found is None else 64.0
-    torch.manual_seed(step)
+def test_adamw_of_any_sizes_alignments_and_chunks(drawn: SimpleNamespace) -> None:
+    kind, copied = drawn.kind, drawn.copied or drawn.kind != FP32
+    scale = None if drawn.found is None else 64.0
+    torch.manual_seed(drawn.step)
     groups: list[list[Tensor]] = [[], [], [], [], []]
     checks = []
-    for size, offset in shapes:
+    for size, offset in drawn.shapes:
         gradient = (scale or 1.0) * torch.randn(size)
         values = [torch.randn(size), gradient.to(kind), torch.randn(size), torch.rand(size)]
         values += [torch.zeros(size, dtype=FP16 if kind == FP32 else kind)] if copied else []
         for i, value in enumerate(values):
-            tensor, check = placed(value, offset + (0 if agree else i))
+            tensor, check = placed(value, offset + (0 if drawn.agree else i))
             groups[i].append(tensor)
             checks.append(check)
+    scalars = {"step": float(drawn.step), "lr": 3e-3, "grad_scale": scale, "found_inf": drawn.found}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adamw, "CPU_CHUNK_ELEMENTS", chunk)
-        assert_update_matches_reference(groups, step=float(step), lr=3e-3, grad_scale=scale, found_inf=found)
+        patch.setattr(adamw, "CPU_CHUNK_ELEMENTS", drawn.chunk)
+        assert_update_matches_reference(groups, **scalars)
     for check in checks:
         check()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,18 +47,14 @@ class Device:
         """Start after the host, as an idle device does."""
         self.time_ms = max(self.time_ms, self.host_time_ms) + seconds * 1e3
 
-    def call(self, ms: float) -> None:
+    def call(self, ms: float, name: str = "call") -> None:
         """Queue `ms` of work, which the device cannot start before the host has queued the call."""
         self.host_time_ms += self.host_ms
-        self.log.append("call")
+        self.log.append(name)
         self.time_ms = max(self.time_ms, self.host_time_ms) + ms
 
     def perf_counter(self) -> float:
         return self.host_time_ms / 1e3
-
-    def work(self, name: str, ms: float) -> None:
-        self.log.append(name)
-        self.time_ms += ms
 
     def event(self) -> Any:
         device = self
@@ -85,11 +82,11 @@ class Device:
 def test_clock_measures_the_call_without_the_cache_flush() -> None:
     device = Device()
     hold = lambda s: device.log.append("hold")
-    clock = DeviceCallClock(DeviceClock(device.event, lambda: device.work("flush", 7.0), hold))
-    clock.run(lambda: device.work("call", 2.0))
+    clock = DeviceCallClock(DeviceClock(device.event, lambda: device.call(7.0, "flush"), hold))
+    clock.run(lambda: device.call(2.0))
     assert device.log == ["hold", "flush", "event", "call", "event", "wait"]
     assert clock.total_seconds() == pytest.approx(2e-3)
-    clock.run(lambda: device.work("call", 3.0))
+    clock.run(lambda: device.call(3.0))
     assert clock.total_seconds() == pytest.approx(5e-3)
 
 
@@ -118,15 +115,11 @@ def test_a_call_that_waits_for_the_device_is_measured(monkeypatch: pytest.Monkey
 
 
 def test_median_is_over_alternating_inputs() -> None:
-    device, order = Device(), []
+    device = Device()
     clock = DeviceCallClock(DeviceClock(device.event, lambda: None, device.hold))
-
-    def call(name: str, ms: float) -> None:
-        order.append(name)
-        device.work(name, ms)
-
-    seconds = median_seconds(clock, [lambda: call("a", 1.0), lambda: call("b", 3.0)], rounds=4, warm=2)
-    assert order == ["a", "b"] * 3
+    calls = [partial(device.call, 1.0, "a"), partial(device.call, 3.0, "b")]
+    seconds = median_seconds(clock, calls, rounds=4, warm=2)
+    assert [name for name in device.log if name in "ab"] == ["a", "b"] * 3
     assert seconds == pytest.approx(2e-3)
 
 
@@ -134,7 +127,7 @@ def test_copy_bandwidth_counts_reads_and_writes() -> None:
     device = Device()
     clock = DeviceCallClock(DeviceClock(device.event, lambda: None, device.hold))
     run = clock.run
-    clock.run = lambda call: run(lambda: device.work("copy", 0.5))  # type: ignore[method-assign,assignment]
+    clock.run = lambda call: run(lambda: device.call(0.5))  # type: ignore[method-assign,assignment]
     assert copy_bandwidth(clock, CPU, size=1000, rounds=3) == pytest.approx(2 * 1000 / 0.5e-3)
 
 
@@ -196,16 +189,7 @@ def test_record_has_the_rows_and_the_device(tmp_path: Path) -> None:
         store.append(written)
         (read,) = (record.as_dict() for record in store.records())
     assert (read["kind"], read["device"], read["evidence"]) == ("kernels", "NVIDIA Test", "measured")
-    assert read["rows"][0] == {
-        "case": "bias_gelu",
-        "who": "kernel",
-        "dtype": "bf16",
-        "seconds": 1e-3,
-        "nbytes": 10**9,
-        "goal": 0.9,
-        "overhead_s": 8.25e-6,
-        "bytes_per_s": 1e12,
-    }
+    assert read["rows"][0] == {**asdict(ROWS[1]), "bytes_per_s": 1e12}
     assert read["provenance"] == {"git": None}
     with Store(tmp_path) as store:
         assert by_key(store.records()) == {}, "by_key selects experiments only"

@@ -111,9 +111,7 @@ def test_non_finite_values_propagate() -> None:
     logits = torch.randn(3, 600)
     logits[1, 599], logits[2, 300] = float("nan"), float("inf")
     maximum = cross_entropy_max(logits)
-    assert maximum[0].isfinite()
-    assert maximum[1].isnan()
-    assert maximum[2].isinf()
+    assert [maximum[0].isfinite(), maximum[1].isnan(), maximum[2].isinf()] == [True] * 3
     sums = cross_entropy_sums(logits, maximum, torch.zeros(3, dtype=torch.int64), 0)
     assert sums[0].isnan().tolist() == [False, True, True]
     assert cross_entropy_max(torch.ones(0, 8)).shape == (0,)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +22,7 @@ from repro.kernels.cuda import compile as compiler
 from repro.kernels.cuda import device
 from repro.kernels.cuda.compile import CompiledProgram, CompileTarget
 from repro.kernels.cuda.program import Program, Unavailable
-from tests.kernels.bindings import BINDINGS
-from tests.kernels.fake_driver import INVALID_CONTEXT, REFUSED, Driver, install, launch_arguments
+from tests.kernels.on_cpu import BINDINGS
 
 PROGRAM = families.example_programs()[0]
 TARGET = CompileTarget("sm_80")
@@ -50,9 +54,7 @@ def test_a_program_is_compiled_once(compilations: list[str]) -> None:
 def test_cache_key_depends_on_compiler_and_source(
     compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = {compiler.cache_key(PROGRAM, TARGET)}
-    other = Program(PROGRAM.source, PROGRAM.definitions, PROGRAM.arguments, PROGRAM.kernels, 128)
-    keys.add(compiler.cache_key(other, TARGET))
+    keys = {compiler.cache_key(program, TARGET) for program in (PROGRAM, replace(PROGRAM, threads=128))}
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: (12, 6))
     keys.add(compiler.cache_key(PROGRAM, TARGET))
     monkeypatch.setattr(compiler, "headers", lambda: {"number.cuh": "changed"})
@@ -71,10 +73,9 @@ def test_damaged_cache_files_are_compiled_again(compilations: list[str]) -> None
 
 
 def test_an_unwritable_cache_folder_is_reported(
-    compilations: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "file" / "below"))
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, f"{__file__}/below")
     with pytest.warns(RuntimeWarning, match=f"cannot be written.*set {compiler.CACHE_VARIABLE}"):
         assert compiler.compile_cached(PROGRAM, TARGET).log == "log"
 
@@ -104,18 +105,19 @@ def fresh_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fresh_dispatch")
 def test_available_kernels_are_dispatched() -> None:
     call = device.cuda_dispatcher("twice", lambda on, x: (on, x), lambda x: "torch")
-    x = torch.ones(1)
-    assert call(x) == ("gpu -1", x)
-    assert call([x]) == ("gpu -1", [x])
+    for x in (torch.ones(1), [torch.ones(1)]):
+        assert call(x) == ("gpu -1", x)
     assert device.ran() == {("twice", "cuda"): 2}
+
+
+def dispatcher(name: str, error: Exception) -> Callable[..., Any]:
+    """Return a dispatched operator whose binding raises an error."""
+    return device.cuda_dispatcher(name, mock.Mock(side_effect=error), lambda x: "torch")
 
 
 @pytest.mark.usefixtures("fresh_dispatch")
 def test_a_fallback_warns_once_per_reason() -> None:
-    def binding(on: Any, x: torch.Tensor) -> None:
-        raise Unavailable("no NVRTC; pip install")
-
-    calls = [device.cuda_dispatcher(name, binding, lambda x: "torch") for name in ("twice", "thrice")]
+    calls = [dispatcher(name, Unavailable("no NVRTC; pip install")) for name in ("twice", "thrice")]
     with pytest.warns(RuntimeWarning, match="repro::twice runs torch's operators.*no NVRTC; pip install"):
         assert calls[0](torch.ones(1)) == "torch"
     with warnings.catch_warnings():
@@ -128,50 +130,37 @@ def test_a_fallback_warns_once_per_reason() -> None:
 
 @pytest.mark.usefixtures("fresh_dispatch")
 def test_launch_errors_cause_no_fallback() -> None:
-    def binding(on: Any, x: torch.Tensor) -> None:
-        raise RuntimeError("was not launched")
-
     with pytest.raises(RuntimeError, match="not launched"):
-        device.cuda_dispatcher("twice", binding, lambda x: "torch")(torch.ones(1))
+        dispatcher("twice", RuntimeError("was not launched"))(torch.ones(1))
 
 
-def install_device(monkeypatch: pytest.MonkeyPatch, major: int) -> list[int]:
-    """Install a device of which NVRTC 13 supports 7.5 and 8.0 only; return the list of queries for its properties."""
-    queries: list[int] = []
-
-    def properties(index: int) -> Any:
-        queries.append(index)
-        return SimpleNamespace(major=major, minor=0, multi_processor_count=108)
-
+def install_device(monkeypatch: pytest.MonkeyPatch, major: int) -> mock.Mock:
+    """Install a device of which NVRTC 13 supports 7.5 and 8.0 only; return the function that gives its properties."""
+    properties = mock.Mock(return_value=SimpleNamespace(major=major, minor=0, multi_processor_count=108))
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(compiler, "supported_architectures", lambda: (75, 80))
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(device, "_devices", {})
-    return queries
+    return properties
 
 
 @pytest.mark.usefixtures("compilations")
 def test_a_failed_compilation_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts: list[str] = []
-
-    def compile(program: Program, target: CompileTarget) -> CompiledProgram:
-        attempts.append(program.source)
-        raise Unavailable("line 3: nonsense")
-
     install_device(monkeypatch, 8)
+    compile = mock.Mock(side_effect=Unavailable("line 3: nonsense"))
     monkeypatch.setattr(compiler, "compile_cuda_program", compile)
     for _ in range(3):
         with pytest.raises(Unavailable, match="line 3: nonsense"):
             device.cuda_launcher(0).load(PROGRAM)
-    assert attempts == [PROGRAM.source]
+    assert compile.call_count == 1
 
 
 def test_an_unsupported_device_is_queried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    queries = install_device(monkeypatch, 7)
+    properties = install_device(monkeypatch, 7)
     for _ in range(2):
         with pytest.raises(Unavailable, match="does not compile for sm_70"):
             device.cuda_launcher(0)
-    assert queries == [0]
+    properties.assert_called_once_with(0)
 
 
 ONE, TWO = torch.ones(4), torch.ones(2, 8)
@@ -179,36 +168,29 @@ HALF, DOUBLE = TWO.half(), TWO.double()
 STEP = (torch.tensor(1.0), torch.tensor(0.1), 0.9, 0.95, 1e-3, 0.1, None, None)
 
 
+NEEDS_GRADIENT = " needs a gradient of the dtype of x"
+IN_FP32 = "maxima, sums and gradients of the loss in fp32"
+LONG_ROWS = torch.ones(1, 20_000)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
         ("layer_norm", (DOUBLE, DOUBLE[0], DOUBLE[0], 1e-5), "float64"),
         ("layer_norm", (TWO, TWO[0], HALF[0], 1e-5), "weight and bias of one dtype"),
-        (
-            "layer_norm_backward",
-            (HALF, TWO, ONE, ONE, TWO[0]),
-            "layer_norm_backward needs a gradient of the dtype",
-        ),
-        (
-            "rms_norm_backward",
-            (HALF, TWO, ONE, TWO[0]),
-            "rms_norm_backward needs a gradient of the dtype of x",
-        ),
-        ("bias_gelu_backward", (HALF, TWO, TWO[0]), "gradient of the dtype of x"),
-        ("swiglu_backward", (HALF, TWO), "gradient of the dtype of x"),
+        ("layer_norm_backward", (HALF, TWO, ONE, ONE, TWO[0]), "layer_norm_backward" + NEEDS_GRADIENT),
+        ("rms_norm_backward", (HALF, TWO, ONE, TWO[0]), "rms_norm_backward" + NEEDS_GRADIENT),
+        ("bias_gelu_backward", (HALF, TWO, TWO[0]), NEEDS_GRADIENT),
+        ("swiglu_backward", (HALF, TWO), NEEDS_GRADIENT),
         ("bias_dropout_residual", (TWO, None, HALF, 0.1, 1, 0, 5, 0), "residual of the dtype of x"),
         ("causal_softmax_backward", (TWO, HALF, 1.0), "the dtype of the attention weights"),
-        ("causal_softmax_backward", (*[torch.ones(1, 20_000)] * 2, 1.0), "up to 16384 scores, not 20000"),
+        ("causal_softmax_backward", (LONG_ROWS, LONG_ROWS, 1.0), "up to 16384 scores, not 20000"),
         ("cross_entropy_sums", (TWO, ONE, ONE.int(), 0), "targets in int64"),
-        (
-            "cross_entropy_sums",
-            (TWO, ONE.half(), ONE.long(), 0),
-            "maxima, sums and gradients of the loss in fp32",
-        ),
+        ("cross_entropy_sums", (TWO, ONE.half(), ONE.long(), 0), IN_FP32),
         (
             "cross_entropy_backward_",
             (TWO.t(), ONE, TWO, ONE.long(), 0, ONE),
-            "contiguous logits, which it overwrites",
+            "contiguous logits, which it over",
         ),
         ("adamw_", ([ONE.double()], [ONE], [ONE], [ONE], [], *STEP), "scalars in fp32"),
         ("adamw_", ([TWO[:, 0]], [ONE], [ONE], [ONE], [], *STEP), "contiguous shards"),
@@ -224,6 +206,62 @@ def test_bindings_refuse_unsupported_operands_before_a_launch(
         BINDINGS[name](launcher, *arguments)
 
 
+INVALID_CONTEXT, REFUSED = 201, 1
+
+
+class Driver:
+    """Fake of NVIDIA's driver module that records the launches."""
+
+    CUresult = SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_INVALID_CONTEXT=INVALID_CONTEXT)
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.statuses: list[int] = []
+        """Status codes of the next launches; all later launches succeed."""
+        self.contexts = 0
+        self.keep = True
+        self.argument_bytes = 0
+        """Bytes of the kernel's arguments to copy to `arguments`, which are valid only during the launch."""
+        self.arguments = b""
+
+    def cuLaunchKernel(self, *arguments: Any) -> tuple[int]:
+        if self.statuses and (status := self.statuses.pop(0)):
+            return (status,)
+        if self.keep:
+            self.launches.append(arguments)
+            (first,) = (ctypes.c_void_p * 1).from_address(arguments[9])
+            self.arguments = ctypes.string_at(first, self.argument_bytes)
+        return (0,)
+
+    def cuModuleGetFunction(self, module: Any, name: bytes) -> tuple[int, str]:
+        return 0, name.decode()
+
+    def cuCtxSetCurrent(self, context: Any) -> tuple[int]:
+        self.contexts += 1
+        return (0,)
+
+    def cuGetErrorString(self, status: int) -> tuple[int, bytes]:
+        return 0, f"error {status}".encode()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: (0, name)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Install the fake driver: CPU tensors are treated as tensors of one H100, and nothing is compiled."""
+    driver = Driver()
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(compiler, "supported_architectures", lambda: (90,))
+    monkeypatch.setattr(compiler, "compile_cached", lambda program, target: CompiledProgram(b"", ""))
+    monkeypatch.setattr(device, "driver", lambda: driver)
+    monkeypatch.setattr(device, "_devices", {})
+    monkeypatch.setattr(device, "_current_device", lambda: -1)
+    monkeypatch.setattr(device, "_current_stream", lambda index: 77)
+    return driver
+
+
 KIND = gelu.program("float", "float", 4)
 
 
@@ -232,21 +270,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return install(monkeypatch)
 
 
-def test_launch_passes_grid_stream_and_arguments(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bytes] = []
-    launch = driver.cuLaunchKernel
-
-    def record(self: Driver, *arguments: Any) -> tuple[int]:
-        seen.append(launch_arguments(arguments, KIND.arguments.size))
-        return launch(*arguments)
-
-    monkeypatch.setattr(Driver, "cuLaunchKernel", record)
+def test_launch_passes_grid_stream_and_arguments(driver: Driver) -> None:
+    driver.argument_bytes = KIND.arguments.size
     x, bias = torch.ones(3, 8), torch.ones(8)
     y = gelu.launch_bias_gelu(device.cuda_launcher(-1), x, bias)
     ((function, *shape),) = driver.launches
     assert function == "forward"
     assert shape[:8] == [1, 1, 1, KIND.threads, 1, 1, 0, 77]
-    assert KIND.arguments.unpack(seen[0])[:4] == (x.data_ptr(), bias.data_ptr(), 0, y.data_ptr())
+    assert KIND.arguments.unpack(driver.arguments)[:4] == (x.data_ptr(), bias.data_ptr(), 0, y.data_ptr())
 
 
 def test_launch_sets_a_missing_context_and_makes_its_device_current(

@@ -89,10 +89,8 @@ def test_each_pass_dispatches_one_operator_and_saves_only_its_operands(name: str
     assert others <= {"ones_like", "add", "detach", "empty_strided", "_to_copy"}, others
     if device == "meta":
         return
-    names = {y.data_ptr(): "y"}
-    names |= {
-        leaf.data_ptr(): argument for leaf, argument in zip(leaves, ("x", "weight", "bias"), strict=False)
-    }
+    named = zip((y, *leaves), ("y", "x", "weight", "bias"), strict=False)
+    names = {tensor.data_ptr(): argument for tensor, argument in named}
     assert [names.get(t.data_ptr(), t.shape) for t in saved] == expected
     with OperatorNames() as seen:
         plain = with_gradients(partial(function, plain=True, **options), torch.ones_like(y), *leaves)
@@ -179,17 +177,17 @@ def test_functions_of_any_number_of_rows(
         check((name, shape, kind, weights, offset, options), implementation, transposed and is_matrix)
 
 
+ROWS, ODD = torch.ones(2, 3), torch.ones(4)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: kernels.layer_norm(torch.ones(2, 3), torch.ones(4), torch.ones(4)),
-            r"layer_norm of \[2, 3\]",
-        ),
-        (lambda: kernels.rms_norm(torch.ones(2, 3), torch.ones(4)), r"a weight of \[3\], not \[4\]"),
-        (lambda: kernels.bias_gelu(torch.ones(2, 3), torch.ones(4)), r"bias of \[3\], not \[4\]"),
-        (lambda: kernels.swiglu(torch.ones(2, 3)), r"swiglu of \[2, 3\] needs an even last dimension"),
-        (lambda: kernels.causal_softmax(torch.ones(4), 1.0), r"needs scores \[..., s, s\]"),
+        (lambda: kernels.layer_norm(ROWS, ODD, ODD), r"layer_norm of \[2, 3\]"),
+        (lambda: kernels.rms_norm(ROWS, ODD), r"a weight of \[3\], not \[4\]"),
+        (lambda: kernels.bias_gelu(ROWS, ODD), r"bias of \[3\], not \[4\]"),
+        (lambda: kernels.swiglu(ROWS), r"swiglu of \[2, 3\] needs an even last dimension"),
+        (lambda: kernels.causal_softmax(ODD, 1.0), r"needs scores \[..., s, s\]"),
         (lambda: kernels.causal_softmax(torch.ones(2, 3, 4), 1.0), r"needs scores \[..., s, s\]"),
         *(
             (lambda sizes=sizes: kernels.rotary(torch.ones(1, 2, 8), *sizes), r"rotary of \[1, 2, 8\] needs")

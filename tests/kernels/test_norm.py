@@ -1,8 +1,12 @@
-"""Tests of the sum of squares of many tensors, and of column sums, against fp64."""
+"""Tests of the gradient norm, column sums, layer norm and RMS norm: sizes, special values and long rows.
+
+`test_differentiable.py` has usual rows.
+"""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from repro.kernels import column_sums, norm, norm_squared
+from repro.kernels import column_sums, layer_norm, layernorm, norm, norm_squared, rms_norm, rmsnorm
 from repro.kernels.cuda.program import TYPES
-from tests.kernels.gradients import assert_close
+from tests.kernels.gradients import assert_close, assert_matches_fp64, with_gradients
 from tests.kernels.on_cpu import Host, placed
 
 
@@ -47,7 +51,7 @@ def test_norm_of_any_sizes_and_alignments(
 
 
 @pytest.mark.usefixtures("implementation")
-def test_norm_of_special_values() -> None:
+def test_norm_of_special_values_and_long_sums() -> None:
     x = torch.ones(5000)
     for value in (math.inf, -math.inf, 1e20):
         x[4321] = value
@@ -56,12 +60,10 @@ def test_norm_of_special_values() -> None:
     assert math.isnan(norm_squared([x]).item())
     large = torch.full((1000,), 60000.0).half()
     assert norm_squared([large]).item() == pytest.approx(1000 * 59999.9**2, rel=1e-3)
-    assert norm_squared([torch.ones(0), torch.ones(2, 0)]).item() == 0
-
-
-@pytest.mark.usefixtures("implementation")
-def test_long_sums_stay_accurate() -> None:
     assert norm_squared([torch.full((300_000,), 0.1)]).item() == pytest.approx(3000, rel=1e-6)
+    assert norm_squared([torch.ones(0), torch.ones(2, 0)]).item() == 0
+    with pytest.raises(ValueError, match="at least one"):
+        norm_squared([])
 
 
 def test_norm_of_many_tensors(host: Host) -> None:
@@ -72,11 +74,6 @@ def test_norm_of_many_tensors(host: Host) -> None:
     large = [torch.full((1,), 8192.0), *[torch.ones(1)] * 128]
     # There are 16 blocks, each with several tensors.
     assert host.call(norm.launch_norm_squared, large).item() == 2**26 + 128
-
-
-def test_a_norm_of_no_tensors_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        norm_squared([])
 
 
 @settings(max_examples=60)
@@ -104,3 +101,71 @@ def test_column_sums_of_two_matrices_match_torch(host: Host, dtype: torch.dtype)
 def test_column_sums_of_a_matrix_match_torch(shape: tuple[int, int], host: Host, dtype: torch.dtype) -> None:
     rows = torch.randn(shape).to(dtype)
     assert_close(host.call(column_sums.launch_sum_rows, rows), rows.double().sum(0), 2)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_rows_with_a_large_mean_stay_accurate() -> None:
+    x, weight, bias = torch.randn(40, 64) + 1000, torch.ones(64), torch.zeros(64)
+    expected = layernorm.reference(x.double(), weight.double(), bias.double())
+    assert_close(layer_norm(x, weight, bias), expected, 100)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_non_finite_values_stay_in_their_row() -> None:
+    x = torch.randn(3, 64)
+    x[1, 5] = float("nan")
+    x[2, 60] = float("inf")
+    y, slope, _ = with_gradients(
+        lambda x, weight: layer_norm(x, weight, torch.zeros(64)), torch.ones(3, 64), x, torch.ones(64)
+    )
+    for result in (y, slope):
+        assert result[0].isfinite().all()
+        assert result[1:].isnan().all()
+
+
+def test_epsilon_is_added_to_the_mean_square() -> None:
+    """The divisor is sqrt(variance + eps): sqrt(1 + 3) for the row (-1, 1), and sqrt(3e-5 + 1e-5) for the small row."""
+    row, weight, bias = torch.tensor([[-1.0, 1.0]]), torch.tensor([2.0, 4.0]), torch.tensor([1.0, 1.0])
+    small, root = row * math.sqrt(3e-5), math.sqrt(0.75)
+    for function in (layer_norm, partial(layer_norm, plain=True), layernorm.reference):
+        torch.testing.assert_close(function(row, weight, bias, eps=3.0), torch.tensor([[0.0, 3.0]]))
+        expected = torch.tensor([[1 - 2 * root, 1 + 4 * root]])
+        torch.testing.assert_close(function(small, weight, bias), expected)
+    for function in (rms_norm, partial(rms_norm, plain=True), rmsnorm.reference):
+        torch.testing.assert_close(function(row, weight, eps=3.0), torch.tensor([[-1.0, 2.0]]))
+        torch.testing.assert_close(function(small, weight), torch.tensor([[-2 * root, 4 * root]]))
+
+
+@pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
+@pytest.mark.parametrize(
+    ("shape", "kind", "weights"),
+    [
+        ((3, 33024), torch.bfloat16, torch.bfloat16),
+        ((1, 2, 16387), torch.float16, torch.float32),
+        ((5, 12288), torch.float32, torch.float32),  # in forward, a block stores a row
+    ],
+)
+def test_rows_longer_than_a_block(
+    implementation: Host | None, shape: tuple[int, ...], kind: Any, weights: Any, centred: bool
+) -> None:
+    if implementation is None:
+        pytest.skip("torch has no limit of the row length")
+    x, untouched = placed((3 * torch.randn(shape) + 5).to(kind))
+    grad = torch.randn(shape).to(kind)
+    vectors = [torch.randn(shape[-1]).to(weights) for _ in range(1 + centred)]
+    functions = (layer_norm, layernorm.reference) if centred else (rms_norm, rmsnorm.reference)
+    assert_matches_fp64(*(partial(each, eps=0.5) for each in functions), grad, x, *vectors)
+    assert implementation.launched == ["forward", "means", "gradients", "column_sums"]
+    untouched()
+
+
+@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize(("limit", "threads"), [(32, 1024), (16, 512)], ids=["forward", "backward"])
+def test_row_shapes_fit_the_limit_of_threads(width: int, limit: int, threads: int) -> None:
+    for size in (1, 7, 64, 1023, 1600, 4256, 5120, 8191, 8192):
+        shape = column_sums.row_shape(size, width, limit, threads)
+        assert shape is not None, size
+        assert shape[0] % 32 == 0
+        assert shape[0] <= threads
+        assert shape[1] * width <= limit
+        assert shape[0] * shape[1] * width >= size

@@ -22,6 +22,62 @@ from tests.pool import RankPool
 WIDTH, ROWS, STEPS, RANKS = 8, 4, 6, 2
 
 
+class Plain(nn.Module):
+    """A model of three residual blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Stateful(Plain):
+    """A model with a tied matrix, frozen and empty parameters, a buffer that is not persistent, and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.out.weight = self.into.weight
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.register_buffer("passing", torch.zeros(()), persistent=False)
+        self.steps = 0
+
+    def get_extra_state(self) -> int:
+        return self.steps
+
+    def set_extra_state(self, steps: int) -> None:
+        self.steps = steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += self.training
+        return self.out(self.norm(super().forward(x)))
+
+
+class Stack(nn.Module):
+    """A model of an input layer and four linear blocks, with or without activation checkpointing."""
+
+    def __init__(self, reentrant: bool | None = None, bias: bool = True) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for block in self.blocks:
+            y = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+            x = torch.tanh(y)
+        return x
+
+
 class Scaled(nn.Module):
     """A block whose input data select its used parameters and their order."""
 
@@ -58,13 +114,11 @@ class DataDependent(nn.Module):
         return x + y + (self.bias if positive else 0.0)
 
 
-class Reentrant(nn.Module):
+class Reentrant(Plain):
     """A model with two blocks that reentrant checkpoints run twice, and one with and without a checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.into = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,58 +178,11 @@ class Containers(nn.Module):
         return holder.inner(x * scales[0] * scales[1]) * holder.own + biases["b"]
 
 
-class Routed(nn.Module):
-    """A model whose blocks store an auxiliary loss in an attribute, which no hook on their output receives."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
-            self.balance: Tensor | None = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = x + torch.tanh(self.linear(x))
-            self.balance = self.router(x).softmax(-1).square().mean()
-            return y
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Routed.Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.into(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Plain(nn.Module):
-    """A model of three residual blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.into(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
 LossFn = Callable[[nn.Module, Tensor], Tensor]
 
 
 def loss_fn(module: nn.Module, x: Tensor) -> Tensor:
-    """Return the mean square of the output of one forward pass."""
     return module(x).square().mean()
-
-
-def routed_loss(module: nn.Module, x: Tensor) -> Tensor:
-    """Return the mean square plus the auxiliary losses of the blocks."""
-    return loss_fn(module, x) + sum(block.balance for block in module.blocks)
 
 
 def evaluation_before_backward(module: nn.Module, x: Tensor) -> Tensor:
@@ -184,50 +191,21 @@ def evaluation_before_backward(module: nn.Module, x: Tensor) -> Tensor:
         before = loss_fn(module, x)
     loss = loss_fn(module, x)
     with torch.no_grad():
-        assert torch.equal(module(x).square().mean(), before)
+        assert torch.equal(loss_fn(module, x), before)
         module(-x)
     return loss
-
-
-def full_checkpoint(reentrant: bool, module: nn.Module, x: Tensor) -> Tensor:
-    """Recompute the full module in the backward pass."""
-    return checkpoint(module, x.requires_grad_(), use_reentrant=reentrant).square().mean()
-
-
-def failed_backward(module: nn.Module, x: Tensor) -> Tensor:
-    """Run a backward pass that fails, then return the loss."""
-    out = module(x)
-    out.grad_fn.register_prehook(fail)
-    with pytest.raises(ZeroDivisionError):
-        out.square().mean().backward()
-    return loss_fn(module, x)
-
-
-def fail(gradients: Any) -> None:
-    """Raise an exception, as a hook of the user."""
-    raise ZeroDivisionError
-
-
-def do_nothing(module: nn.Module) -> None:
-    """Do nothing after a step."""
-
-
-def unused_forward(module: nn.Module, x: Tensor) -> Tensor:
-    """Run a forward pass with a graph but without a backward pass, then return the loss."""
-    loss_fn(module, -x)
-    return loss_fn(module, x)
 
 
 def train(
     kind: type[nn.Module],
     layout: Layout | None,
     loss_of: LossFn = loss_fn,
-    after: Callable[[nn.Module], None] = lambda module: None,
+    after: Callable[[nn.Module, int], None] | None = None,
     late: bool = False,
 ) -> dict[str, Tensor]:
     """Return the parameters after training; without a layout, one process trains on the samples of all ranks in turn.
 
-    `after` is called after each step.  With `late`, rank 1 sends its updated parameters late.
+    `after` is called after each step. With `late`, rank 1 sends its updated parameters late.
     """
     torch.manual_seed(1)
     module = kind()
@@ -237,27 +215,33 @@ def train(
     if layout is not None:
         module, optimizer = repro.parallelize(module, optimizer, layout)
         mine, pieces = [dist.get_rank()], layout.accumulation
-        if late and dist.get_rank():
-            for bucket in module.repro.buckets:
-                vars(bucket)["gather"] = partial(gather_late, bucket)
+        if late:
+            delay_gathers(module)
     data = torch.Generator().manual_seed(7)
-    for _ in range(STEPS):
+    for step in range(STEPS):
         inputs = torch.randn(RANKS, ROWS, WIDTH, generator=data)
         for piece in range(pieces):
             share = [inputs[r].chunk(pieces)[piece] for r in mine]
             (sum(loss_of(module, x) for x in share) / len(mine) / pieces).backward()  # type: ignore[union-attr]
         optimizer.step()
-        after(module)
+        if after is not None:
+            after(module, step)
         optimizer.zero_grad()
     if layout is None:
         return {name: p.detach().clone() for name, p in module.named_parameters()}
     return module.repro.full_parameters()
 
 
-def gather_late(bucket: Bucket) -> Work:
-    """Gather a bucket after a delay, so that the other ranks wait for this rank's shard."""
-    time.sleep(0.02)
-    return Bucket.gather(bucket)
+def delay_gathers(module: nn.Module) -> None:
+    """Delay the all-gathers of rank 1, so that the other ranks wait for its shards."""
+
+    def gather_late(bucket: Bucket) -> Work:
+        time.sleep(0.02)
+        return Bucket.gather(bucket)
+
+    if dist.get_rank():
+        for bucket in module.repro.buckets:
+            vars(bucket)["gather"] = partial(gather_late, bucket)
 
 
 @cache
@@ -269,7 +253,6 @@ def reference(kind: type[nn.Module], loss_of: LossFn = loss_fn) -> dict[str, Ten
 def assert_same(
     found: list[dict[str, Tensor]], expected: dict[str, Tensor], rtol: float = 1e-4, atol: float = 1e-6
 ) -> None:
-    """Compare the parameters of every rank with those of one process."""
     for mine in found:
         assert mine.keys() == expected.keys()
         for name, value in expected.items():
@@ -279,7 +262,6 @@ def assert_same(
 def parallelize_sgd(
     module: nn.Module, layout: Layout, lr: float = 0.1
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Parallelize a module and an SGD optimizer."""
     return repro.parallelize(module, torch.optim.SGD(module.parameters(), lr=lr), layout)
 
 
@@ -336,12 +318,11 @@ def assert_script_trains_like_one(
     script: Script,
     layout: Layout,
     kind: Callable[[], nn.Module] = Plain,
-    *parallel: Any,
+    *,
     rtol: float = 1e-4,
     atol: float = 1e-5,
 ) -> None:
-    """Compare the log and the parameters of every rank with those of one process."""
     logged, expected = script_reference(script, kind)
-    for log, parameters in ranks.run(run_script, script, layout, kind, *parallel):
+    for log, parameters in ranks.run(run_script, script, layout, kind):
         assert log == pytest.approx(logged, rel=rtol)
         assert_same([parameters], expected, rtol, atol)

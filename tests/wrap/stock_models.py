@@ -35,51 +35,22 @@ class Tied(nn.Module):
 
 
 class Unused(nn.Module):
-    """A model with an unused layer, a layer for odd passes only, a frozen layer and an empty parameter."""
+    """A model with an unused layer, one for odd passes, a frozen layer, an empty and a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(11, 11) for _ in range(4))
         self.never = nn.Linear(11, 3)
-        self.nothing = nn.Parameter(torch.empty(0))
+        self.nothing, self.scale = nn.Parameter(torch.empty(0)), nn.Parameter(torch.ones(()))
         self.layers[3].requires_grad_(False)
         self.calls = 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
         self.calls += 1
         x = torch.relu(self.layers[0](x))
         if self.calls % 2:
             x = self.layers[1](x)
-        return self.layers[3](self.layers[2](x))
-
-
-class Twice(nn.Module):
-    """A model that calls one block twice per pass and returns a dictionary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(11, 11)
-        self.blocks = nn.ModuleList([nn.Linear(11, 11)])
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        x = torch.tanh(self.first(x))
-        x = torch.tanh(self.blocks[0](x))
-        return {"y": self.blocks[0](x) * self.scale}
-
-
-class Buffers(nn.Module):
-    """A model with a convolution, group norm and a buffer that the forward pass changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten())
-        self.out = nn.Linear(44, 11)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += 1
-        return self.out(self.body(x.unsqueeze(1)))
+        return {"y": self.layers[3](self.layers[2](x)) * self.scale}
 
 
 class Encoder(nn.Module):
@@ -96,96 +67,61 @@ class Encoder(nn.Module):
         return self.out(self.encoder(self.into(x.unsqueeze(-1))).mean(1))
 
 
-class SharedBlocks(nn.Module):
+class SharedBlocks(nn.Sequential):
     """A model in which two blocks share a matrix."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(11, 11) for _ in range(3))
-        self.blocks[2].weight = self.blocks[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
+        super().__init__(*(nn.Sequential(nn.Linear(11, 11), nn.Tanh()) for _ in range(3)))
+        self[2][0].weight = self[0][0].weight
 
 
 @dataclass
 class Output:
     """A dataclass output, as in many libraries; the tree functions of autograd do not traverse it."""
 
-    y: Tensor
+    y: SimpleNamespace
     hidden: Tensor
 
 
-class Wrapped(nn.Module):
-    """A model that returns a dataclass; its blocks return a mapping that is no `dict`."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(11, 11)
-
-        def forward(self, x: Tensor) -> UserDict[str, Tensor]:
-            return UserDict(y=torch.tanh(self.linear(x)))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Wrapped.Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Output:
-        for block in self.blocks:
-            x = x + block(x)["y"]
-        return Output(x, x.detach())
-
-
 class Objects(nn.Module):
-    """A model that returns an object of an unregistered type; the outputs of its blocks refer to themselves."""
+    """A model that returns a dataclass; its blocks return a mapping that is no `dict` with an object that is cyclic."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(11, 11)
 
-        def forward(self, x: Tensor) -> SimpleNamespace:
-            found = SimpleNamespace(inner=SimpleNamespace(y=torch.tanh(self.linear(x))))
+        def forward(self, x: Tensor) -> UserDict[str, SimpleNamespace]:
+            found = SimpleNamespace(y=torch.tanh(self.linear(x)))
             found.itself = found
-            return found
+            return UserDict(y=found)
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Objects.Block() for _ in range(3))
 
-    def forward(self, x: Tensor) -> SimpleNamespace:
+    def forward(self, x: Tensor) -> Output:
         for block in self.blocks:
-            x = x + block(x).inner.y
-        return SimpleNamespace(y=x)
+            x = x + block(x)["y"].y
+        return Output(SimpleNamespace(y=x), x.detach())
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "unused": Unused,
-    "twice": Twice,
-    "buffers": Buffers,
     "encoder": Encoder,
     "shared": SharedBlocks,
-    "wrapped": Wrapped,
     "objects": Objects,
 }
 
 
 def optimizer_of(module: nn.Module, name: str) -> torch.optim.Optimizer:
-    """Return AdamW with two parameter groups, or SGD with momentum."""
     trained = [p for p in module.parameters() if p.requires_grad]
     if name == "sgd":
         return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
-    matrices = [p for p in trained if p.dim() > 1]
-    vectors = [p for p in trained if p.dim() <= 1]
-    return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-        lr=1e-2,
-        eps=1e-5,
-    )
+    decay = {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1}
+    no_decay = {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}
+    return torch.optim.AdamW([decay, no_decay], lr=1e-2, eps=1e-5)
 
 
 def train_stock(
@@ -210,7 +146,8 @@ def train_stock(
         total = 0.0
         for x, t in zip(inputs[mine].chunk(pieces), targets[mine].chunk(pieces), strict=True):
             out = module(x)
-            out = out["y"] if isinstance(out, dict) else getattr(out, "y", out)
+            while not isinstance(out, Tensor):
+                out = out["y"] if isinstance(out, dict) else out.y
             loss = F.cross_entropy(out, t) / pieces
             loss.backward()
             total += loss.item()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import re
 import runpy
 import subprocess
 import sys
 from collections import defaultdict
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -24,21 +25,12 @@ LOSS = re.compile(r"([a-z][a-z0-9 -]*): loss (\d+\.\d{8})")
 """Pattern of one loss in the output. Lines of ranks that share a pipe may be joined."""
 
 
-def script_arguments(name: str, checkpoint: Path) -> list[str]:
-    """Return the command-line arguments of a script."""
-    given = {"nanogpt": [runpy.__file__, str(checkpoint)], "finetune": [str(checkpoint)]}
-    return given.get(name, [])
-
-
-def run_script(kind: str, name: str, given: list[str]) -> str:
+def run_script(kind: str, name: str, checkpoint: Path) -> str:
     """Run a script in this process and return its output."""
-    path, before = str(EXAMPLES / kind / f"{name}.py"), sys.argv
-    sys.argv = [path, *given]
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            runpy.run_path(path, run_name="__main__")
-    finally:
-        sys.argv = before
+    path = str(EXAMPLES / kind / f"{name}.py")
+    given = {"nanogpt": [runpy.__file__, str(checkpoint)], "finetune": [str(checkpoint)]}.get(name, [])
+    with mock.patch.object(sys, "argv", [path, *given]), redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(path, run_name="__main__")
     return printed.getvalue()
 
 
@@ -54,10 +46,10 @@ def losses(printed: str, ranks: int) -> list[float]:
 def test_plain_and_parallel_scripts_have_equal_losses(two: RankPool, name: str, tmp_path: Path) -> None:
     plain, parallel = tmp_path / "alone.pt", tmp_path / "spread.pt"
     torch.set_num_threads(1)
-    expected = losses(run_script("plain", name, script_arguments(name, plain)), 1)
+    expected = losses(run_script("plain", name, plain), 1)
     assert len(expected) >= 10
     assert sum(expected[-4:]) < sum(expected[:4])
-    found = two.run(run_script, "zero", name, script_arguments(name, parallel))
+    found = two.run(run_script, "zero", name, parallel)
     assert losses("".join(found), 2) == pytest.approx(expected, rel=1e-5)
     if plain.exists():
         weights = torch.load(parallel)
@@ -74,7 +66,7 @@ def test_torchrun_runs_the_lora_example(tmp_path: Path) -> None:
     command += [f"--log-dir={tmp_path}"]  # by default, torchrun leaves a folder in /tmp
     script = EXAMPLES / "zero" / "lora.py"
     done = subprocess.run([*command, script], capture_output=True, text=True, check=True)
-    assert losses(done.stdout, 2) == pytest.approx(losses(run_script("plain", "lora", []), 1), rel=1e-5)
+    assert losses(done.stdout, 2) == pytest.approx(losses(run_script("plain", "lora", tmp_path), 1), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tests of scripts that read or clip `p.grad`, accumulate, or skip steps: each trains like one process."""
+"""Tests of scripts that read, clip or scale gradients, accumulate, or skip steps: each trains like one process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import repro
 from repro.config import Layout
 from tests.pool import RankPool
 from tests.wrap.edge_models import (
@@ -21,61 +22,53 @@ from tests.wrap.edge_models import (
     WIDTH,
     Plain,
     Script,
+    assert_same,
     assert_script_trains_like_one,
-    error_of,
     layout_of,
     loss_fn,
     parallelize_sgd,
+    run_script,
+    script_reference,
 )
 
 Optim = torch.optim.Optimizer
 
 
+def clip_norm(limit: float, module: nn.Module, order: float = 2.0) -> list[float]:
+    return [float(nn.utils.clip_grad_norm_(module.parameters(), limit, norm_type=order))]
+
+
+def clip_values(module: nn.Module) -> list[float]:
+    nn.utils.clip_grad_value_(module.parameters(), 0.005)
+    return []
+
+
+def scale_by_hand(module: nn.Module) -> list[float]:
+    """Scale the gradients in place; return the norms of all gradients and of one gradient."""
+    for p in module.parameters():
+        p.grad.mul_(0.125)
+    total = sum(p.grad.data.norm(2).item() ** 2 for p in module.parameters())
+    return [total**0.5, float(module.blocks[1][0].weight.grad.norm())]
+
+
 def accumulate(
     passes: int,
-    limit: float,
+    change: Callable[[nn.Module], list[float]] | None,
     module: nn.Module,
     optimizer: Optim,
     batches: list[Tensor],
-    *,
     no_sync: bool = False,
-    order: float = 2.0,
 ) -> list[float]:
-    """Accumulate passes per step, of which the last step may have fewer, and clip the norm unless `limit` is 0."""
-    norms = []
+    """Accumulate passes per step, of which the last step may have fewer, and change the gradients before the step."""
+    logged = []
     for i, x in enumerate(batches):
         is_last = (i + 1) % passes == 0 or i == len(batches) - 1
         with module.no_sync() if no_sync and not is_last and hasattr(module, "repro") else nullcontext():
             (loss_fn(module, x) / passes).backward()
         if is_last:
-            if limit:
-                norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), limit, norm_type=order)))
+            logged += change(module) if change else []
             optimizer.step()
             optimizer.zero_grad()
-    return norms
-
-
-def clip_by_value(module: nn.Module, optimizer: Optim, batches: list[Tensor]) -> list[float]:
-    for x in batches:
-        optimizer.zero_grad()
-        loss_fn(module, x).backward()
-        nn.utils.clip_grad_value_(module.parameters(), 0.005)
-        optimizer.step()
-    return []
-
-
-def scale_by_hand(module: nn.Module, optimizer: Optim, batches: list[Tensor]) -> list[float]:
-    """Scale the gradients in place, and log norms."""
-    logged = []
-    for x in batches:
-        loss_fn(module, 8 * x).backward()
-        for p in module.parameters():
-            assert p.grad is not None
-            p.grad.mul_(0.125)
-        total = sum(p.grad.data.norm(2).item() ** 2 for p in module.parameters() if p.grad is not None)
-        logged += [total**0.5, float(module.blocks[1][0].weight.grad.norm())]
-        optimizer.step()
-        optimizer.zero_grad()
     return logged
 
 
@@ -102,7 +95,6 @@ def scaler_off(module: nn.Module, optimizer: Optim, batches: list[Tensor]) -> li
 
 
 def block_backward(module: nn.Module, optimizer: Optim, batches: list[Tensor]) -> list[float]:
-    """Run backward passes for the parameters of one block."""
     for x in batches:
         loss_fn(module, x).backward(inputs=list(module.blocks[0].parameters()))
         optimizer.step()
@@ -110,10 +102,15 @@ def block_backward(module: nn.Module, optimizer: Optim, batches: list[Tensor]) -
     return []
 
 
-clip_by_norm, two_passes = partial(accumulate, 1, 0.05), partial(accumulate, 2, 0.05)
-clip_by_max = partial(accumulate, 1, 0.01, order=float("inf"))
-three_passes, three_clipped_passes = partial(accumulate, 3, 0.0), partial(accumulate, 3, 0.05)
-use_no_sync = partial(accumulate, 4, 0.0, no_sync=True)
+one_pass, clipped = partial(accumulate, 1, None), partial(accumulate, 1, partial(clip_norm, 0.05))
+changed = [clipped, *(partial(accumulate, 1, change) for change in (clip_values, scale_by_hand))]
+changed += [partial(accumulate, 1, partial(clip_norm, 0.01, order=float("inf")))]
+two_clipped_passes = partial(accumulate, 2, partial(clip_norm, 0.05))
+three_passes, three_clipped_passes = (
+    partial(accumulate, 3, None),
+    partial(accumulate, 3, partial(clip_norm, 0.05)),
+)
+use_no_sync = partial(accumulate, 4, None, no_sync=True)
 DECLARED = {"micro_batch": ROWS, "global_batch": RANKS * ROWS * 3}
 """Layout keys that declare three passes per step; the last step has fewer."""
 
@@ -121,12 +118,15 @@ DECLARED = {"micro_batch": ROWS, "global_batch": RANKS * ROWS * 3}
 @pytest.mark.parametrize(
     ("script", "zero", "keys"),
     [
-        *((script, zero, {}) for script in (clip_by_norm, clip_by_max, clip_by_value) for zero in range(4)),
-        *((script, zero, {}) for script in (two_passes, three_passes, use_no_sync) for zero in range(4)),
-        *((script, zero, {}) for script in (scale_by_hand, skip_steps, scaler_off) for zero in range(4)),
+        *((script, zero, {}) for script in (*changed, skip_steps, scaler_off) for zero in range(4)),
+        *(
+            (script, zero, {})
+            for script in (two_clipped_passes, three_passes, use_no_sync)
+            for zero in range(4)
+        ),
         *((script, zero, DECLARED) for script in (three_passes, three_clipped_passes) for zero in range(4)),
         *((block_backward, zero, {}) for zero in range(3)),
-        (two_passes, 1, {"zero1_reduce": "all-reduce"}),
+        (two_clipped_passes, 1, {"zero1_reduce": "all-reduce"}),
     ],
 )
 def test_script_trains_like_one_process(
@@ -136,70 +136,13 @@ def test_script_trains_like_one_process(
     assert_script_trains_like_one(two, script, layout)
 
 
-MISUSES: dict[str, Callable[[nn.Module, Optim, Tensor], Any]] = {
-    "replace": lambda m, o, x: [setattr(p, "grad", torch.zeros_like(p)) for p in m.parameters()],
-    "read elements": lambda m, o, x: m.into.weight.grad.abs(),
-    "clip shards": lambda m, o, x: nn.utils.clip_grad_norm_(
-        [p for g in o.param_groups for p in g["params"]], 1.0
-    ),
-    "closure": lambda m, o, x: o.step(lambda: loss_fn(m, x)),
-}
-"""Uses after a backward pass and before a step."""
-
-
-def misuse(name: str, zero: int) -> None:
-    module, optimizer = parallelize_sgd(Plain(), layout_of(zero))
-    x = torch.ones(1, WIDTH)
-    loss_fn(module, x).backward()
-    MISUSES[name](module, optimizer, x)
-    optimizer.step()
-
-
-def assign_gradients(zero: int) -> None:
-    module, optimizer = parallelize_sgd(Plain(), layout_of(zero))
-    parameters = list(module.parameters())
-    gradients = torch.autograd.grad(loss_fn(module, torch.ones(1, WIDTH)), parameters)
-    for p, gradient in zip(parameters, gradients, strict=True):
-        p.grad = gradient
-    optimizer.step()
-
-
-def read_unreduced_gradient(zero: int) -> None:
-    module, _ = parallelize_sgd(Plain(), layout_of(zero))
-    with module.no_sync():
-        loss_fn(module, torch.ones(1, WIDTH)).backward()
-    module.into.weight.grad.abs()
-
-
-def train_submodule(zero: int) -> None:
-    module, optimizer = parallelize_sgd(Plain(), layout_of(zero))
-    module.into(torch.ones(1, WIDTH)).sum().backward()
-    optimizer.step()
-
-
-def train_block(zero: int) -> None:
-    block_backward(*parallelize_sgd(Plain(), layout_of(zero)), [torch.ones(1, WIDTH)])
-
-
-@pytest.mark.parametrize(
-    ("call", "stages", "message"),
-    [
-        (partial(misuse, "replace"), range(4), "into.weight.grad: replacing or removing a gradient"),
-        (assign_gradients, (0, 2), "into.weight.grad: replacing or removing a gradient"),
-        (read_unreduced_gradient, (0,), "or before the last backward pass of a step"),
-        (partial(misuse, "read elements"), (1, 2, 3), "is not supported under zero = 1 to 3"),
-        (train_submodule, (0, 1, 2), "Call the module itself (not one of its methods)"),
-        (partial(misuse, "clip shards"), range(4), "Use module.parameters()"),
-        (partial(misuse, "closure"), (0, 3), "Call the closure, then"),
-        (train_block, (3,), "backward() for given parameters is not supported under zero = 3"),
-    ],
-)
-def test_unsupported_uses_of_gradients_are_refused(
-    two: RankPool, call: Callable[[int], None], stages: tuple[int, ...], message: str
-) -> None:
-    for zero in stages:
-        for found in two.run(error_of, call, zero):
-            assert message in found, zero
+@STAGES
+@pytest.mark.parametrize("limit", [0.05, 100.0])
+def test_argument_clip_equals_clipping_by_the_script(two: RankPool, limit: float, zero: int) -> None:
+    """A gradient below the limit is not scaled up."""
+    _, expected = script_reference(partial(accumulate, 1, partial(clip_norm, limit)), Plain)
+    for _, parameters in two.run(run_script, one_pass, layout_of(zero), Plain, limit):
+        assert_same([parameters], expected, atol=1e-5)
 
 
 class NormedModel(nn.Module):
@@ -210,9 +153,7 @@ class NormedModel(nn.Module):
         self.into = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("last", torch.zeros(WIDTH))
-        self.register_buffer(
-            "constant", torch.full((), float(dist.get_rank() if dist.is_initialized() else 0))
-        )
+        self.register_buffer("constant", torch.tensor(float(dist.get_rank())))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.into(x))
@@ -238,12 +179,88 @@ def test_all_ranks_have_the_buffers_of_rank_0(two: RankPool, zero: int) -> None:
     (first, own), (second, other) = two.run(buffers_after_steps, zero)
     assert not torch.equal(own, other)
     assert torch.equal(first["norm.running_mean"], own)
-    assert first.keys() == {
-        "last",
-        "constant",
-        "norm.running_mean",
-        "norm.running_var",
-        "norm.num_batches_tracked",
-    }
     for name, value in first.items():
         assert torch.equal(second[name], value), name
+
+
+OVERFLOW_STEPS = (2, 5)
+"""Steps in which one gradient element, in the shard of one rank, is infinite."""
+
+
+class Overflowing(Plain):
+    """`Plain` with a hook that makes a gradient element infinite in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+        self.blocks[1][0].bias.register_hook(self.overflow)
+
+    def overflow(self, gradient: Tensor) -> Tensor:
+        if self.step not in OVERFLOW_STEPS:
+            return gradient
+        return torch.cat([torch.full((1,), float("inf")), gradient[1:]])
+
+
+def train_scaled(
+    passes: int, clips: bool, module: nn.Module, optimizer: Optim, batches: list[Tensor]
+) -> list[float]:
+    """Train with scaled losses, as in PyTorch's documentation; return the scale and the norm after every step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    logged = []
+    for step, x in enumerate(batches):
+        module.step = step  # type: ignore[assignment]
+        optimizer.zero_grad()
+        for piece in x.chunk(passes):
+            scaler.scale(loss_fn(module, piece) / passes).backward()
+        norm = 0.0
+        if clips:
+            scaler.unscale_(optimizer)
+            norm = float(nn.utils.clip_grad_norm_(module.parameters(), 0.05))
+        scaler.step(optimizer)
+        scaler.update()
+        logged += [scaler.get_scale(), norm if step not in OVERFLOW_STEPS else 0.0]
+    return logged
+
+
+scaled, scaled_and_clipped, scaled_in_two = (
+    partial(train_scaled, *given) for given in ((1, False), (1, True), (2, False))
+)
+
+
+@STAGES
+def test_scaled_loss_trains_like_one_process(two: RankPool, zero: int) -> None:
+    logged, expected = script_reference(scaled_and_clipped, Overflowing)
+    assert [logged[4], logged[10]] == [2.0**10, 2.0**10]  # both times doubled once, then halved
+    assert all(value.isfinite().all() for value in expected.values())
+    assert_script_trains_like_one(two, scaled_and_clipped, layout_of(zero), Overflowing)
+    # The layout declares more passes than the script runs, and no gradient is read.
+    assert_script_trains_like_one(two, scaled_in_two, layout_of(zero, 4), Overflowing)
+    # The argument `clip` of `repro.parallelize` clips in the step of a fused optimizer.
+    for log, parameters in two.run(run_script, scaled, layout_of(zero), Overflowing, 0.05, True):
+        assert log[::2] == logged[::2]
+        assert_same([parameters], expected, atol=1e-5)
+
+
+def scales_of_a_tiny_module(zero: int) -> list[float]:
+    """Return the loss scales for a module whose shard on rank 1 is empty."""
+    module: nn.Module = nn.Linear(1, 1)
+    optimizer: Optim = torch.optim.AdamW(module.parameters(), lr=0.01)
+    module, optimizer = repro.parallelize(module, optimizer, layout_of(zero))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    found = []
+    for scale in (1.0, float("inf"), 1.0):
+        scaler.scale(scale * loss_fn(module, torch.ones(1, 1))).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0, norm_type=float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append(scaler.get_scale())
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(optimizer.repro.full_state_dict())  # type: ignore[attr-defined]
+    return found
+
+
+@STAGES
+def test_rank_with_empty_shard_updates_the_loss_scale(two: RankPool, zero: int) -> None:
+    assert two.run(scales_of_a_tiny_module, zero) == [[8.0, 4.0, 8.0]] * RANKS

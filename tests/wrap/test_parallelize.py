@@ -1,4 +1,4 @@
-"""Tests of `repro.parallelize`: a stock module under DP and ZeRO 1-3 trains like one process."""
+"""Tests of `repro.parallelize`: a stock module under DP and ZeRO 1-3 trains like one process, in every dtype."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import repro
 from repro.config import ConfigError, Layout
 from tests.pool import RankPool
-from tests.wrap.edge_models import STAGES, assert_same
+from tests.wrap.edge_models import (
+    STAGES,
+    WIDTH,
+    Plain,
+    Stateful,
+    assert_same,
+    assert_script_trains_like_one,
+    layout_of,
+    parallelize_sgd,
+)
 from tests.wrap.stock_models import BATCH, MODELS, Tied, optimizer_of, train_stock
+from tests.wrap.test_gradients import clipped
 
 
 @cache
@@ -53,30 +64,47 @@ def test_one_process_needs_no_process_group(zero: int) -> None:
     )
 
 
-def _clipped_norm(zero: int, clip: float) -> float:
-    """Return the norm of the parameter change of one SGD step of rate 1 with a clipped gradient."""
-    torch.manual_seed(0)
-    module: nn.Module = Tied()
-    before = {n: p.detach().clone() for n, p in module.named_parameters()}
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    module, optimizer = repro.parallelize(
-        module, optimizer, Layout(dp=2, zero=zero, micro_batch=4), clip=clip
-    )
-    torch.nn.functional.cross_entropy(module(torch.eye(11)[:4]), torch.arange(4)).backward()
-    optimizer.step()
-    after = module.repro.full_parameters()
-    return torch.stack([(after[n] - before[n]).norm() for n in before]).norm().item()
+def fp64_module() -> nn.Module:
+    return Plain().double()
 
 
 @STAGES
-def test_clipping_limits_the_global_gradient_norm(two: RankPool, zero: int) -> None:
-    assert two.run(_clipped_norm, zero, 0.01) == pytest.approx([0.01, 0.01], rel=1e-3)
+def test_fp64_module_trains_like_one_process(two: RankPool, zero: int) -> None:
+    """Parameters, gradient norms and optimizer states stay in fp64."""
+    assert_script_trains_like_one(two, clipped, layout_of(zero), fp64_module, rtol=1e-13, atol=1e-13)
 
 
-def test_gradients_below_the_limit_are_not_scaled_up(two: RankPool) -> None:
-    free = two.run(_clipped_norm, 1, 0.0)
-    assert 0.01 < free[0] < 100
-    assert two.run(_clipped_norm, 1, 100.0) == pytest.approx(free)
+def train_bf16(zero: int) -> tuple[Tensor, dict[str, torch.dtype], list[float], dict[str, Tensor]]:
+    """Train `Stateful` in bf16; return the first output, dtypes, losses and final parameters."""
+    torch.manual_seed(1)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    layout = Layout(dp=world, zero=zero, precision="bf16", bucket_bytes=300)
+    module, optimizer = parallelize_sgd(Stateful(), layout)
+    outputs, losses = [], []
+    for _ in range(6):
+        outputs.append(module(BF16_ROWS))
+        loss = (outputs[-1] - BF16_ROWS).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    dtypes = {name: t.dtype for name, t in [*module.named_parameters(), *module.named_buffers()]}
+    return outputs[0].detach(), dtypes, losses, module.repro.full_parameters()
+
+
+BF16_ROWS = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+
+@STAGES
+def test_bf16_module_trains_like_stock_module_in_bf16(two: RankPool, zero: int) -> None:
+    torch.manual_seed(1)
+    stock = Stateful().to(torch.bfloat16)
+    _, _, reference, parameters = train_bf16(0)
+    for first, dtypes, losses, mine in two.run(train_bf16, zero):
+        torch.testing.assert_close(first, stock(BF16_ROWS).detach(), rtol=0.0, atol=0.0)
+        assert dtypes == {name: t.dtype for name, t in [*stock.named_parameters(), *stock.named_buffers()]}
+        assert losses == pytest.approx(reference, rel=1e-2)
+        assert losses[-1] < losses[0]
+        assert_same([mine], parameters, rtol=2e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +127,12 @@ def test_unsupported_layouts_are_refused(keys: dict[str, Any], message: str) -> 
         repro.parallelize(module, optimizer_of(module, "adamw"), Layout(**keys))
 
 
-def test_unknown_blocks_and_parameters_without_group_are_refused() -> None:
+def test_unknown_blocks_parameters_without_group_and_fp64_masters_are_refused() -> None:
     module = Tied()
     with pytest.raises(ValueError, match=r"blocks: 'layer'"):
         repro.parallelize(module, optimizer_of(module, "adamw"), Layout(zero=3), blocks=["layer"])
     partial = torch.optim.SGD(module.layers.parameters(), lr=1.0)
     with pytest.raises(ValueError, match=r"embed\.weight requires a gradient and is in no parameter group"):
         repro.parallelize(module, partial, Layout())
+    with pytest.raises(ValueError, match=r"is float64, .* Call module\.float\(\)"):
+        parallelize_sgd(fp64_module(), Layout(precision="bf16"))

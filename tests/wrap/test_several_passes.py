@@ -1,8 +1,9 @@
-"""Tests of losses of several forward passes: siamese networks, triplets, a module on its own output."""
+"""Tests of losses of several passes or of input gradients: siamese networks, chains, gradient penalties and GANs."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import repro
 from repro.config import Layout
 from repro.config.enums import Category
 from repro.measure.memory import MemoryTracker
 from tests.pool import RankPool
 from tests.wrap.edge_models import (
     RANKS,
+    ROWS,
     STAGES,
     WIDTH,
     DataDependent,
@@ -48,19 +51,30 @@ class Alternating(nn.Module):
         return self.ends(x)
 
 
+class Critic(Plain):
+    """A smooth model with one output; the input's gradient does not depend on the bias of the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(super().forward(x))
+
+
+class CheckpointedCritic(Critic):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
+
+
 def siamese(module: nn.Module, x: Tensor) -> Tensor:
-    """Return the loss of a siamese network."""
     return (module(x) - module(x.flip(1))).square().mean() + loss_fn(module, -x)
 
 
-def triplet(module: nn.Module, x: Tensor) -> Tensor:
-    anchor, near, far = (module(y) for y in (x, x + 0.1, -x))
-    return nn.functional.triplet_margin_loss(anchor, near, far, margin=3.0)
-
-
 def chain(module: nn.Module, x: Tensor) -> Tensor:
-    """Return the loss of the module on its own output."""
-    return module(module(x)).square().mean()
+    return loss_fn(module, module(x))
 
 
 def unrolled(module: nn.Module, x: Tensor) -> Tensor:
@@ -93,33 +107,73 @@ def checkpointed_chain(module: nn.Module, x: Tensor) -> Tensor:
     return checkpointed(module, checkpointed(module, x)).square().mean()
 
 
-LOSSES: list[Any] = [siamese, triplet, chain, unrolled, detached_target, unused_outputs, checkpointed_chain]
+def input_gradient(module: nn.Module, x: Tensor, **more: Any) -> Tensor:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(module(x).sum(), x, **more)[0]
+
+
+def gradient_penalty(module: nn.Module, x: Tensor) -> Tensor:
+    """Return a penalty on the gradient's norm; the output itself has no loss."""
+    return (input_gradient(module, x, create_graph=True).norm(dim=-1) - 1).square().mean()
+
+
+def wasserstein(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the critic loss of a Wasserstein GAN, with passes before and after the pass of the penalty."""
+    fake = module(-x).mean()
+    penalty = gradient_penalty(module, x)
+    return 0.1 * (fake - module(x).mean()) + penalty
+
+
+def evaluated(module: nn.Module, x: Tensor) -> Tensor:
+    """Evaluate and copy all parameters between the input's gradient and its backward pass."""
+    loss = gradient_penalty(module, x)
+    with torch.no_grad():
+        module(-x)
+    if hasattr(module, "repro"):
+        module.repro.full_parameters()
+    return loss + loss_fn(module, x)
+
+
+def saliency(module: nn.Module, x: Tensor) -> Tensor:
+    """Weight the output by a gradient that has no graph."""
+    x = x.clone().requires_grad_()
+    out = module(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    return (out * gradient.abs()).square().mean()
+
+
+def adversarial(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the loss of an adversarial input; the graph of its gradient is freed."""
+    return loss_fn(module, x + 0.1 * input_gradient(module, x).sign())
+
+
+SEVERAL_PASSES = [siamese, chain, unrolled, detached_target, unused_outputs, checkpointed_chain]
+INPUT_GRADIENTS = [gradient_penalty, wasserstein, evaluated, saliency, adversarial]
+CRITICS = [Critic, CheckpointedCritic]
 
 
 @pytest.mark.parametrize(
-    ("loss_of", "zero"),
-    [*((loss_of, zero) for zero in (2, 3) for loss_of in LOSSES), *((chain, zero) for zero in (0, 1))],
+    ("kind", "loss_of", "pieces", "stages"),
+    [
+        # Stages 2 and 3 free gradients or parameters between passes; stages 0 and 1 retain both.
+        *((Plain, loss_of, 1, (2, 3)) for loss_of in SEVERAL_PASSES),
+        (Plain, chain, 1, (0, 1)),
+        *(
+            (kind, each, 1, (0, 3))
+            for kind in (Reentrant, Alternating, DataDependent)
+            for each in (siamese, chain)
+        ),
+        *((Segments, loss_of, 1, range(4)) for loss_of in (siamese, chain)),
+        *((kind, loss_of, 1, range(4)) for kind in CRITICS for loss_of in INPUT_GRADIENTS),
+        (Plain, siamese, 2, range(4)),
+        (Critic, wasserstein, 2, range(4)),
+    ],
 )
-def test_losses_of_several_passes_train_like_one_process(two: RankPool, loss_of: LossFn, zero: int) -> None:
-    """Stages 2 and 3 free gradients or parameters between passes; stages 0 and 1 retain both."""
-    assert_same(two.run(train, Plain, layout_of(zero), loss_of), reference(Plain, loss_of))
-
-
-UNUSUAL_MODULES = [
-    *((kind, zero) for kind in (Reentrant, Alternating, DataDependent) for zero in (0, 3)),
-    *((Segments, zero) for zero in range(4)),
-]
-
-
-@pytest.mark.parametrize(("kind", "zero"), UNUSUAL_MODULES)
-def test_unusual_modules_support_several_passes(two: RankPool, kind: type[nn.Module], zero: int) -> None:
-    for loss_of in (siamese, chain):
-        assert_same(two.run(train, kind, layout_of(zero), loss_of), reference(kind, loss_of))
-
-
-@STAGES
-def test_accumulation_supports_several_passes(two: RankPool, zero: int) -> None:
-    assert_same(two.run(train, Plain, layout_of(zero, 2), siamese), reference(Plain, siamese))
+def test_losses_of_several_passes_train_like_one_process(
+    two: RankPool, kind: type[nn.Module], loss_of: LossFn, pieces: int, stages: list[int]
+) -> None:
+    for zero in stages:
+        assert_same(two.run(train, kind, layout_of(zero, pieces), loss_of), reference(kind, loss_of))
 
 
 def parameter_bytes(loss_of: LossFn, depth: int) -> tuple[int, int]:
@@ -143,3 +197,83 @@ def test_parameters_are_released_between_passes(two: RankPool, loss_of: LossFn) 
     for resident, peak in two.run(parameter_bytes, loss_of, 12):
         assert resident == 13 * unit // RANKS
         assert peak <= resident + 4 * unit
+
+
+def output_and_reference(between: LossFn) -> tuple[Tensor, Tensor]:
+    """Return the output after a step with an unused graph, and that of a stock module with equal parameters."""
+    torch.manual_seed(0)
+    module, optimizer = parallelize_sgd(Critic(), layout_of(3))
+    x = torch.ones(1, WIDTH)
+    loss_fn(module, x).backward()
+    unused_graph = between(module, x)
+    optimizer.step()
+    found = module(x)
+    del unused_graph
+    expected = Critic()
+    expected.load_state_dict(module.repro.full_parameters())
+    return found.detach(), expected(x).detach()
+
+
+@pytest.mark.parametrize("between", [loss_fn, gradient_penalty])
+def test_unused_graph_leaves_no_stale_parameters_after_step(two: RankPool, between: LossFn) -> None:
+    for found, expected in two.run(output_and_reference, between):
+        torch.testing.assert_close(found, expected)
+
+
+Optim = torch.optim.Optimizer
+Step = Callable[[nn.Module, nn.Module, Optim, Optim, Tensor, Tensor], None]
+"""Training step of a generator and a critic with their optimizers, on samples and noise."""
+
+
+def alternating(g: nn.Module, d: nn.Module, opt_g: Optim, opt_d: Optim, real: Tensor, noise: Tensor) -> None:
+    """Run two backward passes of the critic, then one of both models; discard the critic's gradients of the latter."""
+    d.zero_grad()
+    (d(real) - 1).square().mean().backward()
+    fake = g(noise)
+    d(fake.detach()).square().mean().backward()
+    opt_d.step()
+    g.zero_grad()
+    (d(fake) - 1).square().mean().backward()
+    opt_g.step()
+
+
+def frozen(g: nn.Module, d: nn.Module, opt_g: Optim, opt_d: Optim, real: Tensor, noise: Tensor) -> None:
+    """Freeze the critic while the generator trains."""
+    fake = g(noise)
+    d.requires_grad_(False)
+    opt_g.zero_grad()
+    (d(fake) - 1).square().mean().backward()
+    opt_g.step()
+    d.requires_grad_(True)
+    opt_d.zero_grad()
+    ((d(real) - 1).square() + d(fake.detach()).square()).mean().backward()
+    opt_d.step()
+
+
+def train_gan(step: Step, layout: Layout | None) -> dict[str, Tensor]:
+    """Return the parameters of both models after training; without a layout, one process has all samples."""
+    torch.manual_seed(1)
+    models: list[Any] = [Plain(), Critic()]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, betas=(0.5, 0.9), eps=1e-4) for m in models]
+    mine = slice(None)
+    if layout is not None:
+        mine = slice(dist.get_rank(), dist.get_rank() + 1)
+        for module, optimizer in zip(models, optimizers, strict=True):
+            repro.parallelize(module, optimizer, layout)
+    data = torch.randn(4, 2, RANKS, ROWS, WIDTH, generator=torch.Generator().manual_seed(7))
+    for real, noise in data[:, :, mine].flatten(2, 3):
+        step(*models, *optimizers, real, noise)  # type: ignore[call-arg,arg-type]
+    found = [dict(m.named_parameters()) if layout is None else m.repro.full_parameters() for m in models]
+    return {f"{i}.{name}": value.detach() for i, named in enumerate(found) for name, value in named.items()}
+
+
+@cache
+def gan_reference(step: Step) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    return train_gan(step, None)
+
+
+@STAGES
+@pytest.mark.parametrize("step", [alternating, frozen])
+def test_generator_and_critic_train_like_one_process(two: RankPool, step: Step, zero: int) -> None:
+    assert_same(two.run(train_gan, step, layout_of(zero)), gan_reference(step))

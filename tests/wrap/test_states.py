@@ -1,8 +1,8 @@
-"""Tests of the states of a wrapped module: `state_dict`, full states and shards of each rank."""
+"""Tests of the states of a wrapped module and its optimizer: stock states, full states and shards of each rank."""
 
 from __future__ import annotations
 
-import time
+import operator
 from functools import partial
 from typing import Any
 
@@ -20,77 +20,31 @@ from tests.wrap.edge_models import (
     STAGES,
     WIDTH,
     Plain,
+    Stateful,
+    assert_same,
     error_of,
     layout_of,
     loss_fn,
-    parallelize_sgd,
 )
 
 
-def states_after_step(zero: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Return `state_dict()` of the module and of a submodule right after a step, and the expected values."""
-    torch.manual_seed(1)
-    module, optimizer = parallelize_sgd(Plain(), layout_of(zero), lr=1.0)
-    for _ in range(2):
-        loss_fn(module, torch.ones(1, WIDTH)).backward()
-        if dist.get_rank():
-            time.sleep(0.2)  # rank 1 updates its parameters late
-        optimizer.step()
-        inner = {name: value.clone() for name, value in module.blocks[1].state_dict().items()}
-        full = {name: value.clone() for name, value in module.state_dict().items()}
-    return full, inner, module.repro.full_parameters()
+def optimizer_of(kind: str, module: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "lr": 0.02},
+        {"params": [p for p in trained if p.dim() <= 1]},
+    ]
+    if kind == "adagrad":
+        return torch.optim.Adagrad(groups, lr=0.01, initial_accumulator_value=0.1)
+    return torch.optim.AdamW(groups, lr=0.05, eps=1e-4)
 
 
-@pytest.mark.parametrize("zero", range(3))
-def test_state_dict_waits_for_the_step(two: RankPool, zero: int) -> None:
-    for full, inner, expected in two.run(states_after_step, zero):
-        torch.testing.assert_close(full, expected, rtol=0, atol=0)
-        torch.testing.assert_close(
-            inner, {name: expected[f"blocks.1.{name}"] for name in inner}, rtol=0, atol=0
-        )
-
-
-def test_stage_3_refuses_state_dict(two: RankPool) -> None:
-    for message in two.run(error_of, states_after_step, 3):
-        assert message.startswith("state_dict() is not supported under zero = 3")
-        assert "module.repro.full_state_dict()" in message
-
-
-class Stateful(nn.Module):
-    """A model with a tied matrix, frozen and empty parameters, a buffer that is not persistent, and extra state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
-        self.blocks[1].requires_grad_(False)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.out.weight = self.into.weight
-        self.nothing = nn.Parameter(torch.empty(0))
-        self.register_buffer("passing", torch.zeros(()), persistent=False)
-        self.steps = 0
-
-    def get_extra_state(self) -> int:
-        return self.steps
-
-    def set_extra_state(self, steps: int) -> None:
-        self.steps = steps
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += self.training
-        x = self.into(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.out(self.norm(x))
-
-
-def make(seed: int, layout: Layout | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(
+    layout: Layout | None, seed: int = 1, kind: str = "adamw", model: type[nn.Module] = Stateful
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    module: nn.Module = Stateful()
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-        [p for p in module.parameters() if p.requires_grad], lr=0.05, eps=1e-4
-    )
+    module = model()
+    optimizer = optimizer_of(kind, module)
     return (module, optimizer) if layout is None else repro.parallelize(module, optimizer, layout)
 
 
@@ -98,7 +52,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> 
     """Train on the same rows on every rank, so that batch norm equals that of one process."""
     for step in steps:
         x = torch.randn(2 * ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
-        loss_fn(module, x.to(module.norm.running_mean.dtype)).backward()
+        loss_fn(module, x.to(module.into.weight.dtype)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -107,19 +61,21 @@ def layout_in(zero: int, precision: str) -> Layout:
     return Layout(dp=RANKS, zero=zero, precision=precision, bucket_bytes=300)
 
 
-def train_and_save(zero: int, precision: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the full state, this rank's shard and the full optimizer state after two steps."""
-    module, optimizer = make(1, layout_in(zero, precision))
+def train_and_save(zero: int, precision: str) -> list[dict[str, Any]]:
+    """Return full state, shard and full optimizer state of this rank after two steps, and its full state after four."""
+    module, optimizer = make(layout_in(zero, precision))
     train(module, optimizer, range(2))
-    full = optimizer.repro.full_state_dict()  # type: ignore[attr-defined]
-    return module.repro.full_state_dict(), module.repro.shard_state_dict(), full
+    saved = [module.repro.full_state_dict(), module.repro.shard_state_dict()]
+    saved.append(optimizer.repro.full_state_dict())  # type: ignore[attr-defined]
+    train(module, optimizer, range(2, 4))
+    return [*saved, module.repro.full_state_dict()]
 
 
 def load_and_train(zero: int, precision: str, by_shard: bool, states: list[Any]) -> dict[str, Any]:
     """Load this rank's entry of `states` during another training run; return the full state after two more steps."""
-    module, optimizer = make(2, layout_in(zero, precision))
+    module, optimizer = make(layout_in(zero, precision), seed=2)
     train(module, optimizer, range(5, 7))
-    full, shard, of_optimizer = states[dist.get_rank()]
+    full, shard, of_optimizer, _ = states[dist.get_rank()]
     if by_shard:
         module.repro.load_shard_state_dict(shard)
     else:
@@ -129,30 +85,23 @@ def load_and_train(zero: int, precision: str, by_shard: bool, states: list[Any])
     return module.repro.full_state_dict()
 
 
-def train_uninterrupted(zero: int, precision: str) -> dict[str, Any]:
-    module, optimizer = make(1, layout_in(zero, precision))
-    train(module, optimizer, range(4))
-    return module.repro.full_state_dict()
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @STAGES
 def test_loaded_states_resume_training_exactly(two: RankPool, zero: int, precision: str) -> None:
     states = two.run(train_and_save, zero, precision)
-    expected = two.run(train_uninterrupted, zero, precision)[0]
+    *_, expected = states[0]
     for by_shard in (False, True):
         for found in two.run(load_and_train, zero, precision, by_shard, states):
             assert found.keys() == expected.keys()
             for key, value in expected.items():
-                assert torch.equal(found[key], value) if isinstance(value, Tensor) else found[key] == value, (
-                    key
-                )
+                is_equal = torch.equal if isinstance(value, Tensor) else operator.eq
+                assert is_equal(found[key], value), key
 
 
 @STAGES
 def test_full_state_equals_that_of_the_stock_module(two: RankPool, zero: int) -> None:
     torch.set_num_threads(1)
-    module, optimizer = make(1, None)
+    module, optimizer = make(None)
     train(module, optimizer, range(2))
     expected = module.state_dict()
     for found, *_ in two.run(train_and_save, zero, "fp32"):
@@ -163,35 +112,61 @@ def test_full_state_equals_that_of_the_stock_module(two: RankPool, zero: int) ->
         Stateful().load_state_dict(found)
 
 
-def load_errors(zero: int) -> list[str]:
-    """Return errors for shards of this rank, another rank and layout, an empty shard, `assign` and a missing key."""
-    module, _ = make(1, layout_in(zero, "fp32"))
-    shard, full = module.repro.shard_state_dict(), module.repro.full_state_dict()
-    found = [
-        error_of(module.repro.load_shard_state_dict, {**shard, "repro": {**shard["repro"], **mark}})
-        for mark in ({}, {"rank": 1 - dist.get_rank()}, {"dp": 4})
-    ]
-    found.append(error_of(module.repro.load_shard_state_dict, {**shard, "shard": {}}))
-    found.append(error_of(partial(module.load_state_dict, assign=True), module.repro.full_state_dict()))
+def load_errors(zero: int) -> tuple[list[str], list[str], str, str]:
+    """Return errors for own and other states of the module and the optimizer, for `assign`, and for a missing key."""
+    module, optimizer = make(layout_in(zero, "fp32"))
+    train(module, optimizer, range(1))
+    shard, own, full = module.repro.shard_state_dict(), optimizer.state_dict(), module.repro.full_state_dict()
+    others = (
+        {"repro": shard["repro"] | mark} for mark in ({"rank": 1 - dist.get_rank()}, {"zero": 9}, {"dp": 4})
+    )
+    marks = [{}, *others]
+    load_shard = module.repro.load_shard_state_dict
+    of_module = [error_of(load_shard, shard | mark) for mark in (*marks, {"shard": {}})]
+    of_optimizer = [error_of(optimizer.load_state_dict, own | mark) for mark in marks]
+    assign = error_of(partial(module.load_state_dict, assign=True), module.repro.full_state_dict())
     del full["into.bias"]
-    found.append(error_of(module.load_state_dict, full))
+    missing = error_of(module.load_state_dict, full)
     assert module.load_state_dict(full, strict=False).missing_keys == ["into.bias"]
-    loss_fn(module, torch.ones(2, WIDTH)).backward()
-    return found
+    train(module, optimizer, range(1))
+    return of_module, of_optimizer, assign, missing
 
 
 @STAGES
 def test_states_of_another_rank_or_layout_are_refused(two: RankPool, zero: int) -> None:
-    for valid, rank, dp, empty, assign, missing in two.run(load_errors, zero):
-        assert valid == ""
-        for message in (rank, dp, empty):
-            assert "Save module.repro.full_state_dict(), which any rank and layout can load" in message
+    for of_module, of_optimizer, assign, missing in two.run(load_errors, zero):
+        for owner, (valid, *errors) in (("module", of_module), ("optimizer", of_optimizer)):
+            assert valid == ""
+            for message in errors:
+                assert f"Save {owner}.repro.full_state_dict(), which any rank and layout can load" in message
         assert 'Missing key(s) in state_dict: "into.bias"' in missing
         assert assign.endswith("Use assign=False.")
 
 
-@pytest.mark.parametrize("zero", range(3))
-def test_values_written_to_a_weight_are_saved(zero: int) -> None:
-    module, _ = parallelize_sgd(Plain(), Layout(zero=zero, precision="bf16"))
-    nn.init.constant_(module.into.weight, 0.5)
-    assert (module.repro.full_state_dict()["into.weight"] == 0.5).all()
+def resume(kind: str, layout: Layout, late: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Resume from the states of a stock optimizer, present or (late) loaded; return final parameters and states."""
+    module, optimizer = make(None, kind=kind, model=Plain)
+    train(module, optimizer, range(3))
+    states = optimizer.state_dict()
+    if late:
+        optimizer = optimizer_of(kind, module)
+    module, optimizer = repro.parallelize(module, optimizer, layout)
+    if late:
+        optimizer.load_state_dict(states)
+    train(module, optimizer, range(3, 6))
+    return module.repro.full_parameters(), optimizer.repro.full_state_dict()  # type: ignore[attr-defined]
+
+
+@STAGES
+@pytest.mark.parametrize(("kind", "late"), [("adamw", False), ("adamw", True), ("adagrad", False)])
+def test_stock_optimizer_states_are_imported_and_exported(
+    two: RankPool, kind: str, late: bool, zero: int
+) -> None:
+    torch.set_num_threads(1)
+    module, optimizer = make(None, kind=kind, model=Plain)
+    train(module, optimizer, range(6))
+    expected = optimizer.state_dict()
+    for parameters, states in two.run(resume, kind, layout_of(zero), late):
+        assert_same([parameters], dict(module.named_parameters()), atol=1e-5)
+        assert states["param_groups"] == expected["param_groups"]
+        torch.testing.assert_close(states["state"], expected["state"], rtol=1e-4, atol=1e-5)

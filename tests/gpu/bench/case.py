@@ -37,7 +37,6 @@ class BenchCase:
     """Bytes of one call; None for the bytes of all operators that the kernel's implementation calls."""
 
     def nbytes(self, inputs: Inputs) -> int:
-        """Return the necessary bytes of one call."""
         return (
             self.count_bytes(inputs) if self.count_bytes else moved_bytes(self.ways[KERNEL], on_meta(inputs))
         )
@@ -50,13 +49,12 @@ class BenchCase:
 
     @property
     def names(self) -> list[str]:
-        """Names of all implementations."""
         return [*self.ways, *([COMPILED] if EAGER in self.ways and COMPILED not in self.ways else [])]
 
 
-def kernel_and_plain(ours: Callable[[Inputs, bool], Any]) -> dict[str, Way]:
-    """Return the two implementations `ours(inputs, plain)` by name."""
-    return {KERNEL: partial(ours, plain=False), PLAIN: partial(ours, plain=True)}
+def implementations(ours: Callable[[Inputs, bool], Any], eager: Way) -> dict[str, Way]:
+    """Return the two implementations `ours(inputs, plain)` and an implementation with users' usual code, by name."""
+    return {KERNEL: partial(ours, plain=False), PLAIN: partial(ours, plain=True), EAGER: eager}
 
 
 class _MovedBytes(TorchDispatchMode):
@@ -85,7 +83,6 @@ def on_meta(inputs: Inputs) -> Inputs:
 
 
 def random_tensor(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return normal random numbers."""
     return torch.randn(shape, device=device).to(dtype)
 
 

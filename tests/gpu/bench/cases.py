@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,23 +16,96 @@ from tests.gpu.bench.case import (
     KERNEL,
     BenchCase,
     Inputs,
-    Way,
     forward_and_backward,
-    kernel_and_plain,
+    implementations,
     random_tensor,
     row_inputs,
 )
 
 
-def _layer_norm() -> list[BenchCase]:
-    def ours(i: Inputs, plain: bool) -> Tensor:
-        return kernels.layer_norm(i["x"], i["weight"], i["bias"], plain=plain)
+def _swiglu_inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
+    shape = (8, max(4, 1024 // shrink), max(8, 8192 // shrink))
+    x = random_tensor(device, dtype, *shape[:-1], 2 * shape[-1])
+    return {"x": x.requires_grad_(), "grad": random_tensor(device, dtype, *shape)}
 
-    def eager(i: Inputs) -> Tensor:
-        return F.layer_norm(i["x"], i["weight"].shape, i["weight"], i["bias"])
 
-    ways = {**kernel_and_plain(ours), EAGER: eager}
-    return forward_and_backward("layer norm", 0.8, row_inputs(4096), ("x", "weight", "bias"), ways)
+def _eager_swiglu(i: Inputs) -> Tensor:
+    gate, up = i["x"].chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _rotary_inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
+    """Return inputs of rotary positions on 32 full heads of width 128."""
+    x, grad = (random_tensor(device, dtype, 8, max(4, 1024 // shrink), 4096) for _ in range(2))
+    return {"x": x.requires_grad_(), "grad": grad}
+
+
+def _eager_rotary(i: Inputs) -> Tensor:
+    x = i["x"].unflatten(-1, (32, 128))
+    exponent = torch.arange(0, 128, 2, device=x.device) / 128
+    angles = torch.outer(torch.arange(x.shape[1], device=x.device), 10000.0**-exponent)[:, None, :]
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
+
+
+def _dropout(i: Inputs, plain: bool) -> Tensor:
+    place = (0.1, 7, 0, i["seq"], 0, True)
+    return kernels.bias_dropout_residual(i["x"], i["bias"], i["residual"], *place, plain=plain)
+
+
+def _softmax_inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
+    s = max(8, 1024 // shrink)
+    x, grad = (random_tensor(device, dtype, 8, 16, s, s) for _ in range(2))
+    return {"x": x.requires_grad_(), "grad": grad}
+
+
+def _eager_softmax(i: Inputs) -> Tensor:
+    s = i["x"].shape[-1]
+    future = torch.ones(s, s, dtype=torch.bool, device=i["x"].device).triu(1)
+    return (i["x"] * 0.125).masked_fill(future, float("-inf")).softmax(-1)
+
+
+def _layer() -> Iterator[BenchCase]:
+    """Yield the cases of the differentiable functions of a layer."""
+    yield from forward_and_backward(
+        *("layer norm", 0.8, row_inputs(4096), ("x", "weight", "bias")),
+        implementations(
+            lambda i, plain: kernels.layer_norm(i["x"], i["weight"], i["bias"], plain=plain),
+            lambda i: F.layer_norm(i["x"], i["weight"].shape, i["weight"], i["bias"]),
+        ),
+    )
+    yield from forward_and_backward(
+        *("RMS norm", 0.8, row_inputs(4096), ("x", "weight")),
+        implementations(
+            lambda i, plain: kernels.rms_norm(i["x"], i["weight"], plain=plain),
+            lambda i: F.rms_norm(i["x"], i["weight"].shape, i["weight"], 1e-5),
+        ),
+    )
+    yield _bias_gradient()
+    yield from forward_and_backward(
+        *("bias + GELU", 0.9, row_inputs(16384), ("x", "bias")),
+        implementations(
+            lambda i, plain: kernels.bias_gelu(i["x"], i["bias"], plain=plain),
+            lambda i: F.gelu(i["x"] + i["bias"], approximate="tanh"),
+        ),
+    )
+    yield from forward_and_backward(
+        *("SwiGLU", 0.9, _swiglu_inputs, ("x",)),
+        implementations(lambda i, plain: kernels.swiglu(i["x"], plain=plain), _eager_swiglu),
+    )
+    yield from forward_and_backward(
+        *("rotary positions", 0.8, _rotary_inputs, ("x",)),
+        implementations(lambda i, plain: kernels.rotary(i["x"], 32, 128, 128, plain=plain), _eager_rotary),
+    )
+    yield from forward_and_backward(
+        *("bias + dropout + residual", 0.9, row_inputs(4096), ("x", "bias")),
+        implementations(_dropout, lambda i: i["residual"] + F.dropout(i["x"] + i["bias"], 0.1)),
+    )
+    yield from forward_and_backward(
+        *("causal softmax", 0.0, _softmax_inputs, ("x",)),
+        {KERNEL: lambda i: kernels.causal_softmax(i["x"], 0.125), EAGER: _eager_softmax},
+    )
 
 
 def _bias_gradient() -> BenchCase:
@@ -41,90 +116,10 @@ def _bias_gradient() -> BenchCase:
         price = kernels.cost("sum_rows", i["rows"])
         return price.bytes_read + price.bytes_written
 
-    ways = kernel_and_plain(lambda i, plain: kernels.sum_rows(i["rows"], plain=plain))
-    return BenchCase("bias gradient", 0.8, inputs, {**ways, EAGER: lambda i: i["rows"].sum(0)}, nbytes)
-
-
-def _bias_gelu() -> list[BenchCase]:
-    def ours(i: Inputs, plain: bool) -> Tensor:
-        return kernels.bias_gelu(i["x"], i["bias"], plain=plain)
-
-    def eager(i: Inputs) -> Tensor:
-        return F.gelu(i["x"] + i["bias"], approximate="tanh")
-
-    ways = {**kernel_and_plain(ours), EAGER: eager}
-    return forward_and_backward("bias + GELU", 0.9, row_inputs(16384), ("x", "bias"), ways)
-
-
-def _rms_norm() -> list[BenchCase]:
-    def ours(i: Inputs, plain: bool) -> Tensor:
-        return kernels.rms_norm(i["x"], i["weight"], plain=plain)
-
-    def eager(i: Inputs) -> Tensor:
-        return F.rms_norm(i["x"], i["weight"].shape, i["weight"], 1e-5)
-
-    ways = {**kernel_and_plain(ours), EAGER: eager}
-    return forward_and_backward("RMS norm", 0.8, row_inputs(4096), ("x", "weight"), ways)
-
-
-def _swiglu() -> list[BenchCase]:
-    def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
-        shape = (8, max(4, 1024 // shrink), max(8, 8192 // shrink))
-        x = random_tensor(device, dtype, *shape[:-1], 2 * shape[-1])
-        return {"x": x.requires_grad_(), "grad": random_tensor(device, dtype, *shape)}
-
-    def eager(i: Inputs) -> Tensor:
-        gate, up = i["x"].chunk(2, -1)
-        return F.silu(gate) * up
-
-    ways = {**kernel_and_plain(lambda i, plain: kernels.swiglu(i["x"], plain=plain)), EAGER: eager}
-    return forward_and_backward("SwiGLU", 0.9, inputs, ("x",), ways)
-
-
-def _rotary() -> list[BenchCase]:
-    """Return the case of rotary positions on 32 full heads of width 128."""
-
-    def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
-        x, grad = (random_tensor(device, dtype, 8, max(4, 1024 // shrink), 4096) for _ in range(2))
-        return {"x": x.requires_grad_(), "grad": grad}
-
-    def eager(i: Inputs) -> Tensor:
-        x = i["x"].unflatten(-1, (32, 128))
-        exponent = torch.arange(0, 128, 2, device=x.device) / 128
-        angles = torch.outer(torch.arange(x.shape[1], device=x.device), 10000.0**-exponent)[:, None, :]
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        first, second = x.chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
-
-    ways = kernel_and_plain(lambda i, plain: kernels.rotary(i["x"], 32, 128, 128, plain=plain))
-    return forward_and_backward("rotary positions", 0.8, inputs, ("x",), {**ways, EAGER: eager})
-
-
-def _dropout() -> list[BenchCase]:
-    def ours(i: Inputs, plain: bool) -> Tensor:
-        place = (0.1, 7, 0, i["seq"], 0, True)
-        return kernels.bias_dropout_residual(i["x"], i["bias"], i["residual"], *place, plain=plain)
-
-    def eager(i: Inputs) -> Tensor:
-        return i["residual"] + F.dropout(i["x"] + i["bias"], 0.1)
-
-    ways = {**kernel_and_plain(ours), EAGER: eager}
-    return forward_and_backward("bias + dropout + residual", 0.9, row_inputs(4096), ("x", "bias"), ways)
-
-
-def _softmax() -> list[BenchCase]:
-    def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
-        s = max(8, 1024 // shrink)
-        x, grad = (random_tensor(device, dtype, 8, 16, s, s) for _ in range(2))
-        return {"x": x.requires_grad_(), "grad": grad}
-
-    def eager(i: Inputs) -> Tensor:
-        s = i["x"].shape[-1]
-        future = torch.ones(s, s, dtype=torch.bool, device=i["x"].device).triu(1)
-        return (i["x"] * 0.125).masked_fill(future, float("-inf")).softmax(-1)
-
-    ways: dict[str, Way] = {KERNEL: lambda i: kernels.causal_softmax(i["x"], 0.125), EAGER: eager}
-    return forward_and_backward("causal softmax", 0.0, inputs, ("x",), ways)
+    ways = implementations(
+        lambda i, plain: kernels.sum_rows(i["rows"], plain=plain), lambda i: i["rows"].sum(0)
+    )
+    return BenchCase("bias gradient", 0.8, inputs, ways, nbytes)
 
 
 def _cross_entropy() -> BenchCase:
@@ -143,7 +138,7 @@ def _cross_entropy() -> BenchCase:
         leaf = i["logits"].detach().requires_grad_()
         return torch.autograd.grad(F.cross_entropy(leaf.float(), i["targets"]), leaf)
 
-    return BenchCase("cross-entropy with its gradient", 0.8, inputs, {**kernel_and_plain(ours), EAGER: eager})
+    return BenchCase("cross-entropy with its gradient", 0.8, inputs, implementations(ours, eager))
 
 
 def _adamw() -> BenchCase:
@@ -184,17 +179,9 @@ def _adamw() -> BenchCase:
         for copy in copies:
             copy.copy_(master)
 
-    return BenchCase(
-        "AdamW",
-        0.9,
-        inputs,
-        {
-            **kernel_and_plain(ours),
-            "torch fused": lambda i: stock(i, fused=True),
-            "torch foreach": lambda i: stock(i, foreach=True),
-            EAGER: written_out,
-        },
-    )
+    ways = implementations(ours, written_out)
+    ways |= {f"torch {how}": partial(stock, **{how: True}) for how in ("fused", "foreach")}
+    return BenchCase("AdamW", 0.9, inputs, ways)
 
 
 def _tensors(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
@@ -206,22 +193,10 @@ def _norm() -> BenchCase:
     def eager(i: Inputs) -> Tensor:
         return torch.stack(torch._foreach_norm(i["tensors"], 2, dtype=torch.float32)).square().sum()
 
-    ways = kernel_and_plain(lambda i, plain: kernels.norm_squared(i["tensors"], plain=plain))
-    return BenchCase("norm and overflow", 0.9, _tensors, {**ways, EAGER: eager})
+    ways = implementations(lambda i, plain: kernels.norm_squared(i["tensors"], plain=plain), eager)
+    return BenchCase("norm and overflow", 0.9, _tensors, ways)
 
 
 def cases() -> list[BenchCase]:
     """Return the cases in the order of the table: optimizer and norm, the parts of a layer, the loss."""
-    return [
-        _adamw(),
-        _norm(),
-        *_layer_norm(),
-        *_rms_norm(),
-        _bias_gradient(),
-        *_bias_gelu(),
-        *_swiglu(),
-        *_rotary(),
-        *_dropout(),
-        *_softmax(),
-        _cross_entropy(),
-    ]
+    return [_adamw(), _norm(), *_layer(), _cross_entropy()]

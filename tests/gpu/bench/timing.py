@@ -27,7 +27,6 @@ class HostClock:
         return self.seconds
 
     def run(self, call: Callable[[], Any]) -> None:
-        """Run the call and add its seconds."""
         began = time.perf_counter()
         call()
         self.host_s = time.perf_counter() - began
@@ -47,7 +46,6 @@ class DeviceCallClock(HostClock):
 
 
 def benchmark_clock(device: torch.device) -> HostClock:
-    """Return the clock of a device."""
     return DeviceCallClock(DeviceClock()) if device.type == "cuda" else HostClock()
 
 
@@ -93,12 +91,15 @@ def render_table(rows: Sequence[BenchRow], copy: float) -> list[str]:
         f"copy: {copy / 1e9:,.0f} GB/s",
         f"{'':<35}{'':<6}{'':<16}{'us':>10}{'GB/s':>9}{'of copy':>9}{'goal':>7}{'x kernel':>10}{'host us':>10}",
     ]
+    kernels = {(row.case, row.dtype): row for row in rows if row.who == KERNEL}
+    faster: set[str] = set()
     last = ("", "")
     for row in _sorted_rows(rows):
-        ours = _row_of(rows, row, KERNEL)
         head = (row.case, row.dtype)
         name, dtype = head if head != last else ("", "")
-        last = head
+        last, ours = head, kernels.get(head)
+        if ours and row.seconds < ours.seconds:
+            faster.add(f"{row.case} {row.dtype}: {row.who}")
         share, goal = row.bandwidth / copy, f"{row.goal:.0%}" if row.goal and row.who == KERNEL else ""
         missed = " *" if row.who == KERNEL and row.goal and share < row.goal else ""
         times = f"{row.seconds / ours.seconds:.2f}" if ours else ""
@@ -109,23 +110,12 @@ def render_table(rows: Sequence[BenchRow], copy: float) -> list[str]:
         )
     if any(line.endswith(" *") for line in lines):
         lines.append("* below its goal, which is for an H200 or A100")
-    slower = sorted({f"{row.case} {row.dtype}: {row.who}" for row in rows if _is_faster(rows, row)})
-    return lines + [f"faster than the kernel: {text}" for text in slower]
+    return lines + [f"faster than the kernel: {text}" for text in sorted(faster)]
 
 
 def as_data(rows: Sequence[BenchRow]) -> list[dict[str, Any]]:
     """Return the rows as plain data, in the order of the table, with their `bytes_per_s`."""
     return [{**asdict(row), "bytes_per_s": row.bandwidth} for row in _sorted_rows(rows)]
-
-
-def _row_of(rows: Sequence[BenchRow], like: BenchRow, who: str) -> BenchRow | None:
-    same = (row for row in rows if (row.case, row.dtype, row.who) == (like.case, like.dtype, who))
-    return next(same, None)
-
-
-def _is_faster(rows: Sequence[BenchRow], row: BenchRow) -> bool:
-    ours = _row_of(rows, row, KERNEL)
-    return ours is not None and row.seconds < ours.seconds
 
 
 def _sorted_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
