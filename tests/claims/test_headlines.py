@@ -43,7 +43,7 @@ def test_headline_line_has_values_and_verdict_of_its_rows(tmp_path: Path) -> Non
         row(published, name, simulated=speed(name))
         for name, published in (("a", "2.0"), ("b", "4.0"), ("c", "9.0"), ("d", "2.0"))
     )
-    values = [simulated(name, rate) for name, rate in (("a", 2.0), ("b", 4.02), ("c", 10.2), ("d", 3.0))]
+    values = [simulated(name, rate) for name, rate in (("a", 2.0), ("b", 4.0236), ("c", 10.2), ("d", 3.0))]
     found = line(tmp_path, rows, "rows = ['a', 'b']", *values)
     assert (found.published, found.values[SIMULATED], found.verdict) == ("2.0 / 4.0x", "2 / 4.02", REPRODUCED)
     assert line(tmp_path, rows, "rows = ['a', 'c']", *values).verdict == NOT_REPRODUCED

@@ -167,9 +167,15 @@ def test_model_states_of_one_rank_are_measured(zero: int, size: float) -> None:
 
 
 def run(
-    kernels: str, speed: float, *, suite: str = "one_gpu", system: str = "local-gpu", **keys: Any
+    kernels: str,
+    speed: float,
+    *,
+    suite: str = "one_gpu",
+    system: str = "local-gpu",
+    layers: int = 48,
+    **keys: Any,
 ) -> Record:
-    model = Model(name="m", layers=48, hidden=1600, heads=25, vocab=50304, seq=1024)
+    model = Model(name="m", layers=layers, hidden=1600, heads=25, vocab=50304, seq=1024)
     layout = Layout(micro_batch=8, global_batch=16, precision="bf16", kernels=kernels)
     experiment = Experiment(name=kernels, model=model, layout=layout, system=system).as_dict()
     return made_up(kernels, suite=suite, experiment=experiment, metrics={"samples_per_s": speed}, **keys)
@@ -187,6 +193,8 @@ def test_compared_kernel_runs_differ_only_in_their_kernels() -> None:
         run("reference", 40.0, outcome="oom"),
     ):
         assert measured(*KERNELS, pair[0], other).verdict == NOT_RUN
+    shallow = [run("fused", 47.0, layers=24), run("reference", 40.0, layers=24)]
+    assert measured(*KERNELS, *shallow).verdict == NOT_RUN
     found = measured(*KERNELS, *pair, comparison("fused", "reference", 1.2, 1.1, 1.3, suite="one_gpu"))
     assert (found.value, found.low, found.high) == (1.2, 1.1, 1.3)
 

@@ -114,7 +114,8 @@ def test_answer_has_the_value_and_interval_of_its_system(tmp_path: Path) -> None
 
 def test_answer_has_no_value_without_a_step_that_fits(tmp_path: Path) -> None:
     missing = answer(tmp_path, RATIO, simulated("a@dgx-h100"))
-    assert (missing.value, missing.unrecorded, missing.lacks) == (None, True, "b: no record")
+    assert (missing.value, missing.text, missing.unrecorded) == (None, "", True)
+    assert missing.lacks == "b: no record"
     records = simulated("a@dgx-h100"), simulated("b@dgx-h100", outcome="oom")
     oom = answer(tmp_path, RATIO, *records)
     assert (oom.value, oom.unrecorded, oom.lacks) == (None, False, "b: the step does not fit in memory")

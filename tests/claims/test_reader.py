@@ -49,7 +49,7 @@ BLIND = """blind = "2.1", simulated = { value = 'metric("s/e", "m")' }"""
 MISTAKES: dict[str, tuple[str, ...]] = {
     # A part of the valid file, its replacement, and the parts that the error must contain.
     "unknown key in a file": ('title = "Test"', 'titel = "Test"', "titel", "did you mean title?"),
-    "no title": ('title = "Test"', "", "title", "is missing"),
+    "no title": ('title = "Test"', "", "title", "is missing: add title"),
     "no claims": (CLAIM + ROW, "", "files of published claims"),
     "not TOML": ("[[claim]]", "[[claim", "not TOML"),
     "unknown key": ("certainty", "certanty", "a-claim", "certanty", "did you mean certainty?"),

@@ -132,6 +132,7 @@ RUN, COUNT, UP_TO = {"closed_form": False}, {"count": True}, {"bound": "up to"}
         # A digitisation error widens the accepted values.
         ("10.23", "exact", {"error": 0.05}, [10.19], [10.17]),
         ("10.23", "throughput", RUN | {"error": 0.05, "bound": "over"}, [10.19], [10.17]),
+        ("1024", "exact", {"error": 0.7}, [1023.4, 1024.9], [1023.2, 1025.0]),  # 1025 prints as 1025
         # "Up to 6B" needs a value near the bound, so 4B does not agree.
         ("6B", "limit", TRIED | UP_TO, [5.6e9, 5.8e9, 6e9], [4e9, 7.9e9, 8e9]),
         ("6B", "limit", RUN | TRIED | UP_TO, [5.8e9, 6e9, 7.9e9], [4e9, 5.6e9, 8e9]),
