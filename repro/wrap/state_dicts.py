@@ -127,9 +127,9 @@ class OptimizerStates:
 
 
 def _all_gather_any(value: Any, host: Group) -> list[Any]:
-    """All-gather a Python object as pickled bytes, and return the `value` of every rank."""
+    """All-gather a Python object as pickled bytes, and return a copy of the `value` of every rank."""
     if host.size == 1:
-        return [value]
+        return [pickle.loads(pickle.dumps(value))]
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     size = torch.tensor([mine.numel()])
     sizes = size.repeat(host.size)

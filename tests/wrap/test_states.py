@@ -85,6 +85,15 @@ def load_and_train(zero: int, precision: str, by_shard: bool, states: list[Any])
     return module.repro.full_state_dict()
 
 
+@STAGES
+def test_full_state_of_an_optimizer_does_not_follow_later_steps(zero: int) -> None:
+    module, optimizer = make(Layout(zero=zero))
+    train(module, optimizer, range(2))
+    saved = optimizer.repro.full_state_dict()["state"]  # type: ignore[attr-defined]
+    train(module, optimizer, range(2, 4))
+    assert {float(state["step"]) for state in saved.values()} == {2.0}
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @STAGES
 def test_loaded_states_resume_training_exactly(two: RankPool, zero: int, precision: str) -> None:
