@@ -192,9 +192,9 @@ class Bucket(FlatParameters):
         runs = [(start, stop) for tag, start, stop in self.ranges if wanted(tag)]
         if not runs or group.size == 1:
             return
-        total = sum(stop - start for start, stop in runs)
-        packed = storage.empty(total, self.gradient_shard, Category.COMMUNICATION)
         views = [self.gradient_shard[start:stop] for start, stop in runs]
+        sizes = [view.numel() for view in views]
+        packed = storage.empty(sum(sizes), self.gradient_shard, Category.COMMUNICATION)
         torch.cat(views, out=packed)
         group.all_reduce(packed, SUM, purpose=purpose).wait()
-        torch._foreach_copy_(views, list(packed.split([v.numel() for v in views])))
+        torch._foreach_copy_(views, list(packed.split(sizes)))
