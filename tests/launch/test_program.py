@@ -289,7 +289,7 @@ print(*(set(sys.modules) - before))
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_training_imports_no_package_after_the_memory_limit(engine: str) -> None:
-    """In the first recomputation, torch imports sympy, whose 34 MB would count as memory of the model."""
+    """A limited process cannot distinguish memory of late imports (34 MB of sympy) from memory of the model."""
     command = [sys.executable, "-c", IMPORTS.format(engine=engine)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

@@ -226,7 +226,7 @@ def test_fused_buffer_takes_4_psi_without_constant_buffers(two: RankPool, precis
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_md_allocates_gradients_once(two: RankPool, zero: int) -> None:
-    """In addition to the shards, stages 2 and 3 have a pool of constant size."""
+    """Stages 2 and 3 hold gradient shards, and buffers for whole gradients whose size does not grow with depth."""
     layout = Layout(dp=2, zero=zero, bucket_bytes=40_000, global_batch=4, md=True)
     for seen in two.run(measure, tiny(layout)):
         padded = seen["padded"]

@@ -116,13 +116,11 @@ def search_largest(
 ) -> FitAnswer:
     """Search for two neighbouring values of which the smaller fits the devices' memory and the larger does not.
 
-    `values` ascend, and larger values need more memory. The search tries the values of `start` first, which should be
-    near the answer. Each next value is the one at which the line through two trials reaches `limit` bytes. Without two
-    such trials it moves away from the first trial by 1, 3, 7, ... values, until one value fits and another does not.
-    From then on it halves the interval between them.
+    `values` ascend, and larger values need more memory. The search tries the values of `start` first. Each next value
+    is the one at which the line through two trials reaches `limit` bytes. If trials do not report bytes, the search
+    moves 1, 3, 7, ... values away from the first trial, and then halves the interval that contains the answer.
     """
     found: dict[int, FitTrial] = {}
-    first = 0
     low, high = -1, len(values)
     queue = [value for value in start if value in values]
     halve = False
@@ -132,9 +130,8 @@ def search_largest(
             if not low < index < high:
                 continue
         else:
-            index = (low + high) // 2 if halve else _next_index(values, found, limit, low, high, first)
+            index = (low + high) // 2 if halve else _next_index(values, found, limit, low, high)
         width, bracketed = high - low, low >= 0 and high < len(values)
-        first = first if found else index
         trial = found[values[index]] = attempt(values[index])
         # Failures other than out-of-memory do not report the required bytes, so the search ends.
         if trial.outcome not in ("ok", "oom"):
@@ -151,13 +148,8 @@ def search_largest(
     return FitAnswer(largest, failing, list(found.values()))
 
 
-def _next_index(
-    values: Sequence[int], found: dict[int, FitTrial], limit: int, low: int, high: int, first: int
-) -> int:
-    """Return the index of the next value to try, strictly between `low` (which fits) and `high` (which does not).
-
-    `first`: index of the first trial.
-    """
+def _next_index(values: Sequence[int], found: dict[int, FitTrial], limit: int, low: int, high: int) -> int:
+    """Return the index of the next value to try, strictly between `low` (which fits) and `high` (which does not)."""
     points = sorted((t.value, t.needed) for t in found.values() if t.needed is not None)
     # Interpolate between the largest size that fits and the smallest that does not, if both trials report bytes.
     if high < len(values):
@@ -167,6 +159,7 @@ def _next_index(
         if at_b > at_a:
             index = bisect_right(values, a + (limit - at_a) * (b - a) / (at_b - at_a)) - 1
             return min(max(index, low + 1), high - 1)
+    first = values.index(next(iter(found), values[0]))
     if high == len(values):  # No trial has failed yet.
         return min(2 * low - first + 1, high - 1) if low >= 0 else 0
     if low < 0:  # No trial fits yet.
